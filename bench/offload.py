@@ -2,8 +2,9 @@
 
 Conversations return to one engine by turns, and there are more than fit into its pool. Each turn repeats the
 conversation so far and adds a question. The benchmark measures the time to first token of returning conversations:
-with evicted pages in main memory or on disk, without them, and with a pool that is large enough. The answers of all
-four cases are compared.
+with evicted pages in main memory or in files, without them, and with a pool that is large enough. After a restart,
+an engine finds the files of an earlier one. New conversations show what it costs to keep pages. The answers of all
+cases are compared.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -12,9 +13,11 @@ import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -64,14 +67,15 @@ class Visits:
         self._questions = draw.choices(range(10, vocab), k=scale.turns * scale.conversations * QUESTION)
         self.restored = 0
 
-    def all(self) -> list[Visit]:
-        """Visit all conversations in each turn. Return the visits after the first turn."""
-        found: list[Visit] = []
-        for turn in range(self._scale.turns):
-            visits = [self._visit(number, turn) for number in range(len(self.texts))]
-            found += visits if turn else []
-        self.restored = self._core.step().stats.restored_pages
-        return found
+    def all(self) -> tuple[list[Visit], list[Visit]]:
+        """Visit all conversations in each turn. Return the visits of the first turn, and the others."""
+        first, *others = [
+            [self._visit(number, turn) for number in range(len(self.texts))] for turn in range(self._scale.turns)
+        ]
+        stats = self._core.step().stats
+        self.restored = stats.restored_pages + stats.loaded_pages
+        self._core.close()
+        return first, list(chain.from_iterable(others))
 
     def _visit(self, number: int, turn: int) -> Visit:
         first = (turn * len(self.texts) + number) * QUESTION
@@ -109,14 +113,23 @@ def main(
     pages = conversations * loaded.layout.pages_for(scale.tokens)
     pool = max(int(pages * held), loaded.layout.pages_for(scale.tokens))
     gigabytes = (pages + 1) * loaded.layout.page_bytes / 1e9
-    ways: Mapping[str, dict[str, Any]] = {
-        PLAIN: {"num_pages": pool},
-        "in main memory": {"num_pages": pool, "kv_offload_gb": gigabytes},
-        "on disk": {"num_pages": pool, "kv_offload_gb": gigabytes, "kv_offload_dir": directory},
-        "none is evicted": {"num_pages": pages},
-    }
     facts = {"conversations": conversations, "pool_pages": pool, "all_pages": pages}
-    compare(ways, loaded, forward, scale, rounds, facts)
+    ratios: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=directory) as files:
+            ways: Mapping[str, dict[str, Any]] = {
+                PLAIN: {"num_pages": pool},
+                "in main memory": {"num_pages": pool, "kv_offload_gb": gigabytes},
+                "in files": {"num_pages": pool, "kv_store_dir": Path(files)},
+                "in files, after a restart": {"num_pages": pool, "kv_store_dir": Path(files)},
+                "none is evicted": {"num_pages": pages},
+            }
+            for way, ratio in compare(ways, loaded, forward, scale, facts).items():
+                ratios.setdefault(way, []).append(ratio)
+    for way, values in ratios.items():
+        summary = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        rounded = {name: round(value, 3) for name, value in summary.items()}
+        print(json.dumps({"figure": "TTFT over that without", "pages": way, "rounds": rounds, **rounded}), flush=True)
 
 
 def compare(
@@ -124,36 +137,30 @@ def compare(
     loaded: LoadedModel,
     forward: Forward,
     scale: Scale,
-    rounds: int,
     facts: Mapping[str, object],
-) -> None:
-    ratios: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        texts: dict[str, Sequence[Sequence[int]]] = {}
-        plain_s = 0.0
-        for way, settings in ways.items():
-            config = EngineConfig(reserve_tokens=scale.answer, **settings)
-            visits = Visits(loaded, config, forward, scale, loaded.vocab_size)
-            found = visits.all()
-            texts[way] = visits.texts
-            ttft_s = statistics.median(visit.ttft_s for visit in found)
-            plain_s = ttft_s if way == PLAIN else plain_s
-            ratios[way].append(ttft_s / plain_s)
-            cached = sum(visit.cached for visit in found) / sum(visit.prompt for visit in found)
-            line = {
-                "figure": "returning conversations",
-                **facts,
-                "pages": way,
-                "ttft_p50_ms": round(1000 * ttft_s, 2),
-                "cached": round(cached, 3),
-                "restored_pages": visits.restored,
-                "same_tokens": texts[way] == texts[PLAIN],
-            }
-            print(json.dumps(line), flush=True)
-    for way, values in ratios.items():
-        summary = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-        rounded = {name: round(value, 3) for name, value in summary.items()}
-        print(json.dumps({"figure": "TTFT over that without", "pages": way, "rounds": rounds, **rounded}), flush=True)
+) -> dict[str, float]:
+    """Print a line for each way. Return the TTFT of returning conversations over that of PLAIN, which comes first."""
+    texts: dict[str, Sequence[Sequence[int]]] = {}
+    ttft_s: dict[str, float] = {}
+    for way, settings in ways.items():
+        config = EngineConfig(reserve_tokens=scale.answer, **settings)
+        visits = Visits(loaded, config, forward, scale, loaded.vocab_size)
+        new, returning = visits.all()
+        texts[way] = visits.texts
+        ttft_s[way] = statistics.median(visit.ttft_s for visit in returning)
+        cached = sum(visit.cached for visit in returning) / sum(visit.prompt for visit in returning)
+        line = {
+            "figure": "returning conversations",
+            **facts,
+            "pages": way,
+            "ttft_p50_ms": round(1000 * ttft_s[way], 2),
+            "new_ttft_p50_ms": round(1000 * statistics.median(visit.ttft_s for visit in new), 2),
+            "cached": round(cached, 3),
+            "restored_pages": visits.restored,
+            "same_tokens": texts[way] == texts[PLAIN],
+        }
+        print(json.dumps(line), flush=True)
+    return {way: each / ttft_s[PLAIN] for way, each in ttft_s.items()}
 
 
 if __name__ == "__main__":

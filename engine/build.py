@@ -26,6 +26,8 @@ from engine.cpu.thread_limit import ThreadLimit
 from engine.device.memory import DeviceMemory
 from engine.kernels.linear import pack_linears, sums_in_one_order
 from engine.kernels.native_library import kernels_are_loaded
+from engine.kv.offload_memory import byte_views
+from engine.kv.page_store import open_staging
 from engine.lora.adapters import pack_adapters
 from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
@@ -162,7 +164,7 @@ def assemble_led(
     """
     number = followers.make_models(config)
     with followers.together():
-        parts = make_parts(loaded, config, progress, memory)
+        parts = make_parts(loaded, config, progress, memory, shared=followers.staging)
     ranks = followers.rank_memories()
     threads = None
     # ranks must route alike, and a router's last bits depend on the number of threads
@@ -186,8 +188,7 @@ def _engine(  # noqa: PLR0917
     if pool.window:
         log.info("pages before the sliding window of all layers are released", extra={"window": pool.window})
     if len(pool.offloaded):
-        place = str(config.kv_offload_dir or "main memory")
-        log.info("evicted pages are kept", extra={"pages": len(pool.offloaded), "place": place})
+        log.info("evicted pages are kept in main memory", extra={"pages": len(pool.offloaded)})
     return EngineCore(
         runner=TorchRunner(model, pooling=loaded.pooling),
         threads=threads if on_cpu else None,
@@ -201,6 +202,7 @@ def _engine(  # noqa: PLR0917
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
         num_offloaded=len(pool.offloaded),
+        staging=open_staging(config, loaded.layout, byte_views(pool.staging)),
         make_drafter=partial(PromptLookup, drafts) if drafts else None,
     )
 

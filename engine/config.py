@@ -97,9 +97,19 @@ class EngineConfig:
             "with the same prefix gets them back; 0, the default: none"
         ),
     ] = None
-    kv_offload_dir: Annotated[
+    kv_store_dir: Annotated[
         Path | None,
-        Field(description="directory on a disk, for these pages instead of main memory"),
+        Field(
+            description="directory for KV pages in files, which workers share and which outlive them, on a local disk or a "
+            "network's; a prompt whose pages are there is not computed; default: none"
+        ),
+    ] = None
+    kv_store_gb: Annotated[
+        float | None,
+        Field(
+            description="approximate limit of all files in kv_store_dir, 10^9 bytes; beyond it, the pages that were not "
+            "used for the longest time are deleted; default: 10"
+        ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
@@ -245,8 +255,8 @@ class EngineConfig:
 
     def _check_together(self) -> None:
         """Refuse settings that exclude or need each other."""
-        if self.kv_offload_dir is not None and self.kv_offload_gb is None:
-            raise ValueError(f"kv_offload_dir is {self.kv_offload_dir}, so kv_offload_gb must say how much it may hold")
+        if self.kv_store_gb is not None and self.kv_store_dir is None:
+            raise ValueError(f"kv_store_gb is {self.kv_store_gb}, so kv_store_dir must say where the files are")
         if self.speculative_tokens and self.pipeline == "on":
             raise ValueError(
                 "speculative_tokens needs pipeline=auto or off: a guess follows a token that must be known"

@@ -43,7 +43,7 @@ def follow(start: Start, report: Callable[[Report], None]) -> None:
                 models[number].copy_pages(moves)
             case MakeModel(number, settings):
                 chosen = TypeAdapter(EngineConfig).validate_json(settings)
-                parts = make_parts(loaded, chosen, silent)
+                parts = make_parts(loaded, chosen, silent, shared=start.staging)
                 models[number] = parts.model
                 storage = parts.pool.storage
                 report(msgspec.structs.replace(about, address=storage.data_ptr(), num_pages=len(storage)))

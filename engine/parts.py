@@ -22,8 +22,8 @@ from engine.compilation.device import DeviceForward, choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.config import EngineConfig, StepSize
 from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
-from engine.kv.count import asked_pages, count_offloaded, count_pages
-from engine.kv.offload_memory import PageCopies, allocate_offloaded
+from engine.kv.count import asked_pages, count_offloaded, count_pages, count_staging
+from engine.kv.offload_memory import PageCopies, allocate_offloaded, allocate_staging
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.model.pooling import Pooling
@@ -49,6 +49,7 @@ SAMPLING: Final = SamplingParams(max_tokens=1, top_p=0.95, top_k=20, min_p=0.01,
 class Pool:
     storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
     offloaded: torch.Tensor  # likewise, for evicted pages, in main memory
+    staging: torch.Tensor  # with the heads of all ranks, for pages on their way to or from files
     attention: AttentionBackend
     max_context: int
     window: int = 0  # keys that any layer sees at most; 0: all
@@ -63,28 +64,32 @@ class Parts:
 MakeForward = Callable[[LoadedModel, EngineConfig, AttentionBackend, Progress], Forward]
 
 
-def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
-    """Allocate as many pages as the settings say, and test the attention.
+def make_pool(loaded: LoadedModel, config: EngineConfig, shared: int | None = None) -> Pool:
+    """Allocate as many pages as the settings say, and test the attention. `shared`: as for `allocate_staging`.
 
     Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
     """
-    pool = _pool(loaded, config, count_pages(config, loaded.layout), count_offloaded(config, loaded.layout))
+    pool = _pool(loaded, config, count_pages(config, loaded.layout), shared)
     return replace(pool, window=check_attention(loaded, pool.attention))
 
 
-def _pool(
-    loaded: LoadedModel, config: EngineConfig, num_pages: int, num_offloaded: int, context: int | None = None
-) -> Pool:
-    """`context` is the longest that steps may have; default: what the pages hold."""
+def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, shared: int | None) -> Pool:
+    layout = loaded.layout
+    pool = _bare_pool(loaded, config, num_pages, num_pages * config.page_size)
+    offloaded = allocate_offloaded(layout, count_offloaded(config, layout), loaded.device)
+    staging = allocate_staging(layout, count_staging(config, layout), loaded.device, shared)
+    return replace(pool, offloaded=offloaded, staging=staging)
+
+
+def _bare_pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: int) -> Pool:
+    """A pool without pages outside of it. `context`: the longest that steps may have."""
     layout = loaded.layout
     storage = allocate_storage(layout, num_pages, loaded.device)
-    tokens = context or num_pages * config.page_size
-    max_context = min(loaded.max_positions, tokens, config.max_context or tokens)
+    max_context = min(loaded.max_positions, context, config.max_context or context)
     size = config.step_size(str(loaded.device))
     limits = StepLimits(size.requests, size.tokens, max_context)
     attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
-    offloaded = allocate_offloaded(layout, num_offloaded, loaded.device, config.kv_offload_dir)
-    return Pool(storage, offloaded, attention, max_context)
+    return Pool(storage, storage[:0], storage[:0], attention, max_context)
 
 
 def make_forward(loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress) -> Forward:
@@ -97,7 +102,8 @@ def make_forward(loaded: LoadedModel, config: EngineConfig, attention: Attention
 
 
 def make_model(loaded: LoadedModel, forward: Forward, pool: Pool) -> DeviceModel:
-    pages = PageCopies(pool.storage, pool.offloaded)
+    heads = loaded.layout.heads
+    pages = PageCopies(pool.storage, pool.offloaded, pool.staging[:, heads.start : heads.stop])
     return DeviceModel(loaded.device, forward, pool.attention, pages, loaded.adapters)
 
 
@@ -107,10 +113,13 @@ def make_parts(
     progress: Progress = silent,
     memory: DeviceMemory | None = None,
     make_forward: MakeForward = make_forward,
+    *,
+    shared: int | None = None,
 ) -> Parts:
     """Make them all. The ranks of an instance call it together, and get equally many pages.
 
     Args:
+        shared: as for `allocate_staging`.
         memory: what is measured; default: the CUDA device, and nothing on a CPU.
 
     Raises: CannotServe, WrongSettings, UnsupportedModel, AttentionUnavailable.
@@ -118,13 +127,12 @@ def make_parts(
     if memory is None and loaded.device.type == "cuda":
         memory = CudaMemory(loaded.device)
     if memory is None:
-        pool = make_pool(loaded, config)
+        pool = make_pool(loaded, config, shared)
         return Parts(pool, make_model(loaded, make_forward(loaded, config, pool.attention, progress), pool))
     forward, use, window = _measured(loaded, config, progress, memory, make_forward)
     uses = _of_all_ranks(use, loaded)
     num_pages = asked_pages(config, loaded.layout) or _pages_left(uses, loaded, config)
-    num_offloaded = count_offloaded(config, loaded.layout)
-    pool = replace(_pool(loaded, config, num_pages, num_offloaded), window=window)
+    pool = replace(_pool(loaded, config, num_pages, shared), window=window)
     if isinstance(forward, DeviceForward):
         forward.record(pool.attention, progress)
     if loaded.layout.shard == 0:
@@ -138,7 +146,7 @@ def _measured(
     """Prepare the forward, measure it, and find the window. The trial's pages and graphs are free again afterwards."""
     weights = memory.measure().own
     context = min(loaded.max_positions, config.max_context or loaded.max_positions)
-    trial = _pool(loaded, config, TRIAL_PAGES, 0, context)
+    trial = _bare_pool(loaded, config, TRIAL_PAGES, context)
     window = check_attention(loaded, trial.attention)
     forward = make_forward(loaded, config, trial.attention, progress)
     ready = memory.measure()

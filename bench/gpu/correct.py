@@ -148,7 +148,7 @@ def check_offload(scale: Scale) -> bool:
     layout = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=scale.layers, kv_heads=8, head_dim=128)
     count = scale.prompt // 16
     pool = allocate_storage(layout, count, device).normal_()
-    copies = PageCopies(pool, allocate_offloaded(layout, count, device, None))
+    copies = PageCopies(pool, allocate_offloaded(layout, count, device))
     before = pool.clone()
     out = [(page, count + page) for page in range(count)]
     back = [(target, source) for source, target in reversed(out)]

@@ -33,9 +33,17 @@ class StepStats(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     prefix_queries: int = 0  # prompt tokens looked up since start
     prefix_hits: int = 0  # of those, found
-    offloaded_pages: int = 0  # evicted to main memory or disk, and still there
+    offloaded_pages: int = 0  # evicted to main memory, and still there
     restored_pages: int = 0  # from there, since start
+    loaded_pages: int = 0  # from files, since start
+    saved_pages: int = 0  # to files, since start
+    unsaved_pages: int = 0  # that wait to be saved
     preemptions: int = 0  # since start
     drafted_tokens: int = 0  # since start, by speculative decoding
     accepted_tokens: int = 0  # of those, drawn
     forward: str = ""  # eager, compiled or graph
+
+    @property
+    def waits(self) -> bool:
+        """Whether work waits for something that wakes no engine: pages, or a disk."""
+        return bool(self.num_waiting or self.unsaved_pages)

@@ -22,6 +22,7 @@ from components.wire.tokens import PromptBlocks, seed_hash
 from engine.config import EngineConfig
 from engine.core.open_requests import Limits, Requests
 from engine.core.outcomes import FailedSteps, Outcomes
+from engine.kv.page_store import Staging
 from engine.model.pooling import Pooling
 from engine.ports import (
     EngineRequest,
@@ -70,6 +71,7 @@ class EngineCore:
         pack_tokens: int = PACK_TOKENS,
         window: int = 0,
         num_offloaded: int = 0,
+        staging: Staging | None = None,
         make_drafter: Callable[[Sequence[int], Sequence[int]], Drafter] | None = None,
     ) -> None:
         """Create an engine without requests.
@@ -78,6 +80,7 @@ class EngineCore:
             threads: of `runner`'s steps on a CPU; None: their number does not change.
             window: maximum number of keys that a layer reads, including the token's own; 0: all.
             num_offloaded: evicted pages that `runner` can keep; their ids follow those of `region`.
+            staging: for pages in files; the ids of its slots follow those of evicted pages; None: no files.
             make_drafter: called with the growing text of a request and its prediction; None: no speculative decoding.
         """
         self.kv_region = region
@@ -100,6 +103,7 @@ class EngineCore:
             config.reserve_tokens,
             self._copy_pages,
             num_offloaded=num_offloaded,
+            staging=staging,
             window=window if window < max_context else 0,
             kv_events=config.kv_events,
         )
@@ -111,7 +115,7 @@ class EngineCore:
         )
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits)
-        self._offloads = num_offloaded > 0
+        self._admission_copies = num_offloaded > 0 or staging is not None
         self._flight: Launched | None = None  # step whose tokens are drawn, but have not landed
         self._behind: Launched | None = None  # step whose tokens are not drawn yet
         self._failed_steps = FailedSteps()
@@ -128,7 +132,7 @@ class EngineCore:
         self._prompt_rows = 0  # including tokens that are computed again
         self._decodes = 0
         self._decode_rows = 0  # rows of decodes and drafts
-        self._copied_s = 0.0  # time that copies of pages took in this step
+        self._copied_s = 0.0  # time of this step for copies of pages, and for files
 
     def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
         return PromptBlocks(token_ids, self._root_hash(cache_salt, adapter))
@@ -204,15 +208,21 @@ class EngineCore:
         self._runner.on_loss(callback)
 
     def close(self) -> None:
+        if self._memory.store is not None:
+            self._memory.store.close()
         self._runner.close()
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
+        if self._scheduler.has_work() or self._flight is not None or self._memory.prefix.events:
+            return True
+        return self._memory.store is not None and self._memory.store.can_save()
 
     def computes(self) -> bool:
         if self._flight is not None or self._scheduler.computes():
             return True
-        return self._offloads and self._scheduler.would_reserve()  # which may copy pages
+        if self._memory.store is not None and self._memory.store.can_save():
+            return True
+        return self._admission_copies and self._scheduler.would_reserve()
 
     def step(self) -> StepOutput:
         (output,) = self._stepping(pauses=False)
@@ -235,6 +245,8 @@ class EngineCore:
         self._step += 1
         self._prompt_tokens = self._prompt_rows = self._decodes = self._decode_rows = 0
         self._copied_s = 0.0
+        store = self._memory.store
+        loading_s = 0.0 if store is None else store.loading_s
         output = StepOutput()
         if self._scheduler.must_preempt():
             if pauses:
@@ -255,6 +267,9 @@ class EngineCore:
                 yield from self._pauses(output)
             self._commit_flight(output)
         self._failed_steps.check()
+        if store is not None:
+            store.save()
+            self._copied_s += store.loading_s - loading_s
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         computed_s = stats.step_s - self._copied_s
@@ -345,7 +360,7 @@ class EngineCore:
         return seed_hash(self.kv_region.layout.model, self.adapters.get(adapter, ""), cache_salt)
 
     def _stats(self, output: StepOutput, step_s: float) -> StepStats:
-        scheduler, pool = self._scheduler, self._memory.pool
+        scheduler, pool, store = self._scheduler, self._memory.pool, self._memory.store
         sampled = sum(len(tokens.token_ids) for tokens in output.tokens)
         if output.computed:
             sampled += sum(1 for computed in output.computed if computed.first_token is not None)
@@ -366,6 +381,9 @@ class EngineCore:
             prefix_hits=self._memory.prefix_hits,
             offloaded_pages=len(self._memory.offloaded),
             restored_pages=self._memory.offloaded.num_restored,
+            loaded_pages=0 if store is None else store.num_loaded,
+            saved_pages=0 if store is None else store.num_saved,
+            unsaved_pages=0 if store is None else store.num_unsaved,
             preemptions=scheduler.preemptions,
             drafted_tokens=self._outcomes.draft_counts.checked,
             accepted_tokens=self._outcomes.draft_counts.accepted,

@@ -1,6 +1,5 @@
-"""Available memory of the machine or container, and available space on disks."""
+"""Available memory of the machine or container."""
 
-import os
 from pathlib import Path
 from typing import Final
 
@@ -22,22 +21,6 @@ def check_fits(num_bytes: int, what: str) -> None:
     if available is not None and num_bytes > available:
         raise WrongSettings(
             f"{what} need {num_bytes / 1e9:.1f} GB, but only {available / 1e9:.1f} GB of memory are free here"
-        )
-
-
-def check_fits_in(directory: Path, num_bytes: int, what: str) -> None:
-    """Check that `directory` is writable and its disk has enough space. `what` names the use and the setting.
-
-    Raises: WrongSettings.
-    """
-    directory = directory.expanduser()
-    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise WrongSettings(f"{what} need a writable directory, and {directory} is not one")
-    stats = os.statvfs(directory)
-    available = stats.f_bavail * stats.f_frsize
-    if num_bytes > available:
-        raise WrongSettings(
-            f"{what} need {num_bytes / 1e9:.1f} GB, but only {available / 1e9:.1f} GB are free in {directory}"
         )
 
 

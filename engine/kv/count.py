@@ -3,10 +3,13 @@
 from typing import Final
 
 from components.startup import WrongSettings
-from components.wire.layout import KvLayout, largest_shard
+from components.wire.layout import KvLayout, largest_shard, of_whole
 from engine.config import EngineConfig
 
 CPU_GB: Final = 1.0
+STORE_GB: Final = 10.0
+STAGING_BYTES: Final = 128 << 20
+STAGED_PAGES: Final = range(8, 257)
 MOST_GB: Final = 1e9  # more than any machine has; as bytes it still fits into an integer of the system
 
 
@@ -25,6 +28,22 @@ def asked_pages(config: EngineConfig, layout: KvLayout) -> int | None:
 def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
     """Return the number of evicted pages to keep. Raises: WrongSettings, if kv_offload_gb holds no page."""
     return _held_by(config.kv_offload_gb, layout, "kv_offload_gb") if config.kv_offload_gb else 0
+
+
+def count_staging(config: EngineConfig, layout: KvLayout) -> int:
+    """Return the number of pages that may be on their way to or from files."""
+    if config.kv_store_dir is None:
+        return 0
+    return min(max(STAGED_PAGES.start, STAGING_BYTES // of_whole(layout).page_bytes), STAGED_PAGES.stop - 1)
+
+
+def count_store_bytes(config: EngineConfig, layout: KvLayout) -> int:
+    """Return the limit of all files of pages. Raises: WrongSettings, if kv_store_gb holds no page."""
+    page_bytes = of_whole(layout).page_bytes
+    return (
+        _held_by(STORE_GB if config.kv_store_gb is None else config.kv_store_gb, of_whole(layout), "kv_store_gb")
+        * page_bytes
+    )
 
 
 def _held_by(memory_gb: float, layout: KvLayout, setting: str = "kv_memory_gb") -> int:

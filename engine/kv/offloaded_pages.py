@@ -1,4 +1,4 @@
-"""Pages that the pool evicts to main memory or disk. Their ids follow those of the pool."""
+"""Pages that the pool evicts to main memory. Their ids follow those of the pool."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence

@@ -14,7 +14,7 @@ from engine.ports import Engine, Exposed, StepOutput
 
 T = TypeVar("T")
 
-BLOCKED_TICK_S: Final = 0.25  # interval between steps while requests wait for pages
+BLOCKED_TICK_S: Final = 0.25  # interval between steps while work waits for pages or a disk
 REPORT_AFTER_S: Final = 0.003  # delay of reports, so that a step's tokens and pages are sent first
 
 

@@ -105,7 +105,7 @@ class InlineLoop(EngineLoop):
             self._soon()
         else:
             self.engine.rest()
-            if result.stats.num_waiting:
+            if result.stats.waits:
                 self._later(BLOCKED_TICK_S)
         return result
 

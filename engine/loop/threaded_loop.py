@@ -30,7 +30,7 @@ class ThreadedLoop(EngineLoop):
         self._own = threading.Lock()  # held by the engine's thread, unless it sleeps
         self._unsettled = 0  # number of calls whose result was not delivered yet
         self._num_made = self._num_delivered = 0  # outputs; `_num_made` changes under the lock
-        self._num_waiting = 0  # number of requests that wait for pages
+        self._waits = False  # whether work waits for pages or a disk
         self._broken: Exception | None = None  # error of a step on the event loop's thread
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         # daemon: an exit does not wait for it
@@ -83,8 +83,8 @@ class ThreadedLoop(EngineLoop):
                 output = engine.step()
                 self._num_made += 1
                 self._loop.call_soon(self._receive, output, context=Context())  # not of the call's request alone
-                ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
-                if not engine.has_work() and (ticks or not self._num_waiting):
+                ticks, self._waits = self._waits, output.stats.waits
+                if not engine.has_work() and (ticks or not self._waits):
                     return
         except Exception as exc:  # noqa: BLE001 - the engine's thread raises it, as it does errors of its own steps
             self._broken = exc
@@ -118,7 +118,7 @@ class ThreadedLoop(EngineLoop):
                 self._run_calls(engine, wait_s)
             else:
                 engine.rest()
-                self._run_calls(engine, BLOCKED_TICK_S if self._num_waiting else None, rests=True)
+                self._run_calls(engine, BLOCKED_TICK_S if self._waits else None, rests=True)
             if self._stopping:
                 engine.rest()
                 return
@@ -131,7 +131,7 @@ class ThreadedLoop(EngineLoop):
                 if isinstance(output, Pause):
                     self._pause(engine, output)
                 else:
-                    self._num_waiting = output.stats.num_waiting
+                    self._waits = output.stats.waits
                     self._send_to_loop(self._receive, output)
             self.is_stepping = False
 

@@ -40,14 +40,14 @@ class MarkedPages:
 
     Args:
         layout: layout of the first rank.
-        num_offloaded: pages after those of the pool, which peers cannot access.
+        num_others: pages after those of the pool, which peers cannot access.
         shared: whether followers' processes map their pools, by `descriptor`. The leader writes the marks of all ranks.
     Raises: WrongSettings, if there is not enough memory.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, num_offloaded: int = 0, *, shared: bool = False) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, num_others: int = 0, *, shared: bool = False) -> None:
         ranks = [of_shard(layout, rank, layout.shards) for rank in range(layout.shards)]
-        pool_bytes = rank_bytes(layout, num_pages + num_offloaded)
+        pool_bytes = rank_bytes(layout, num_pages + num_others)
         num_bytes = pool_bytes * len(ranks)
         try:
             self.descriptor, memory = _allocate(num_bytes, shared=shared)
@@ -74,7 +74,8 @@ class MarkedPages:
         self._inner = self._places[1:-1]
         self._first_words = self._places[0][0]
         self._last_words, self._last_offset, self._last_head = self._places[-1]
-        self._words = memoryview(memory).cast("B")[: num_bytes // MARK.size * MARK.size].cast("Q")
+        self._bytes = memoryview(memory)
+        self._words = self._bytes[: num_bytes // MARK.size * MARK.size].cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._pool_bytes = pool_bytes
         self._num_pages = num_pages
@@ -135,6 +136,15 @@ class MarkedPages:
             skipped = block * self._block_marks
             for size, offset, _ in self._places:
                 self._words[target * size + skipped + offset] = self._words[source * size + skipped + offset]
+
+    def bytes_of(self, page: int) -> list[memoryview]:
+        """Return the bytes of a page of all ranks, in the order of its heads."""
+        layout, found = self._layout, dict[int, memoryview]()
+        for rank in range(layout.shards):
+            of_rank = of_shard(layout, rank, layout.shards)
+            first = rank * self._pool_bytes + page * of_rank.page_bytes
+            found.setdefault(of_rank.heads.start, self._bytes[first : first + of_rank.page_bytes])
+        return list(found.values())
 
     def marks(self, page: int, block: int) -> list[Mark]:
         """Return the marks of a block of `page`: two for each rank and head."""

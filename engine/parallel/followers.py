@@ -1,5 +1,6 @@
 """The leader's followers on devices: their processes, their step line, and the process group."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +30,16 @@ class Followers:
     def __init__(self, model: str, config: EngineConfig, state_dir: Path, module: str = FOLLOWER) -> None:
         self._size = config.tensor_parallel
         self._line = line = StepLine.make(self._size)
+        self.staging = os.memfd_create("kvmesh-staging")  # descriptor of memory that all ranks map
         self._processes = RankProcesses(
-            model, config, state_dir, module, memory=line.memory, wakers=line.wakers, on_loss=abort_group
+            model,
+            config,
+            state_dir,
+            module,
+            memory=line.memory,
+            wakers=line.wakers,
+            staging=self.staging,
+            on_loss=abort_group,
         )
         self._num_models = 0
 
@@ -81,6 +90,7 @@ class Followers:
         if self._processes.close():
             leave_group()
             self._line.close()
+            os.close(self.staging)
 
 
 class LedModel:

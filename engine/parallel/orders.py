@@ -23,6 +23,7 @@ class Start:
     store: str  # path for `join_group`
     memory: int  # file descriptors of the step line
     wakers: list[int]
+    staging: int | None = None  # descriptor of memory for pages on their way to or from files
 
     def dump(self) -> str:
         return json.dumps(asdict(self), default=str)

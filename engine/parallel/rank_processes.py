@@ -37,7 +37,7 @@ class Follower:
     def __init__(self, rank: int, start: Start, module: str, lose: Callable[[str], None]) -> None:
         self.rank = rank
         self.reports: Queue[Report] = Queue()
-        inherited = (start.memory, *start.wakers)
+        inherited = (start.memory, *start.wakers, *([] if start.staging is None else [start.staging]))
         self.process = subprocess.Popen(
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
         )
@@ -87,7 +87,7 @@ class RankProcesses:
     """The followers of this process.
 
     Args:
-        memory: descriptor of shared memory, which followers inherit, like `wakers`.
+        memory: descriptor of shared memory, which followers inherit, like `wakers` and `staging`.
         on_loss: called on another thread, before other callbacks, when a follower has ended.
     """
 
@@ -100,6 +100,7 @@ class RankProcesses:
         *,
         memory: int,
         wakers: Sequence[int] = (),
+        staging: int | None = None,
         on_loss: Callable[[], None] | None = None,
     ) -> None:
         # Private. Followers remove it; if they were killed as well, services.local does, by our process id in the name.
@@ -113,7 +114,7 @@ class RankProcesses:
         self._closing = False
 
         def start(rank: int) -> Follower:
-            order = Start(model, str(state_dir), config, rank, str(self.store), memory, list(wakers))
+            order = Start(model, str(state_dir), config, rank, str(self.store), memory, list(wakers), staging)
             return Follower(rank, order, module, self._lose)
 
         self._all = [start(rank) for rank in range(1, config.tensor_parallel)]

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
+from time import time
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -13,6 +14,7 @@ from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from components.wire.tokens import block_hashes
 from engine.kv.offloaded_pages import CopyPages, OffloadedPages
 from engine.kv.page_pool import PagePool, PrefixCache
+from engine.kv.page_store import PageStore, Staging
 from engine.ports import Phase, TokenMask
 from engine.sampling.row import Row
 
@@ -63,6 +65,7 @@ class Request:
     num_computed: int = 0  # number of leading tokens with KV in `pages`
     num_published: int = 0  # number of leading pages that are in the prefix cache
     num_cached_tokens: int = 0
+    used_at: float = 0.0  # time of its admission, as of time.time()
     was_looked_up: bool = False  # whether its prefix hit has been counted
     released: bool = False  # whether `release` was called before the end
     num_generated: int = 0
@@ -195,15 +198,19 @@ class RequestMemory:
         copy_pages: CopyPages,
         *,
         num_offloaded: int = 0,
+        staging: Staging | None = None,
         window: int = 0,
         kv_events: bool = False,
     ) -> None:
-        """`num_pages`: pages in the pool. `num_offloaded`: room for offloaded pages, whose ids follow those of the pool."""
+        """`num_pages`: pages in the pool. The ids of `num_offloaded` pages follow, then those of `staging`."""
         self.prefix = PrefixCache(records_events=kv_events)
         self.offloaded = OffloadedPages(
             num_pages, num_offloaded, rename=self.prefix.move, forget=self.prefix.forget, copy_pages=copy_pages
         )
         self.pool = PagePool(num_pages, self.prefix, self.offloaded if num_offloaded else None)
+        self.store: PageStore | None = None
+        if staging is not None:
+            self.store = PageStore(staging, num_pages + num_offloaded, self.prefix.page_of, copy_pages)
         self._copy_pages = copy_pages
         self.page_size = page_size
         self.prefix_queries = 0
@@ -239,12 +246,24 @@ class RequestMemory:
         request.pages = held[:1] * first + held
         request.first_page = first
         request.num_published = first + len(found)
+        if self.store is not None:
+            num_tokens += self._load(request, self.store) * self.page_size
         request.num_computed = request.num_published * self.page_size
         if not request.was_looked_up:  # after a preemption it would find its own blocks, as would a branch
             request.was_looked_up = True
             request.num_cached_tokens = num_tokens
             self.prefix_queries += request.prompt_len
             self.prefix_hits += num_tokens
+
+    def _load(self, request: Request, store: PageStore) -> int:
+        """Fill the pages after the cached ones from files. Returns: how many."""
+        request.used_at = time()
+        hashes, first = self._hashes(request, self._usable(request)), request.num_published
+        loaded = store.load(hashes[first:], request.pages[first : len(hashes)])
+        request.num_published = end = first + loaded
+        self.pool.publish(hashes[first:end], request.pages[first:end])
+        store.used(hashes[:end], request.used_at)
+        return loaded
 
     def fork(self, request: Request, branch: Request) -> None:
         """Let `branch` share the prompt's pages; it computes the last `MIN_COMPUTED_TOKENS` tokens again."""
@@ -278,13 +297,18 @@ class RequestMemory:
         if full > done:
             self._publish(request, done, full)
             request.num_published = full
+            if self.store is not None:
+                self._save(request, self.store, done, full)
         if self._kept_tokens and request.phase is not Phase.PREFILL:
             self._release_before_window(request)
 
     def forget(self, request: Request) -> None:
         """Unpublish blocks whose KV may be wrong, including those in pages that were released."""
-        for block in self._hashes(request, request.num_published):
+        hashes = self._hashes(request, request.num_published)
+        for block in hashes:
             self.pool.forget(block)
+        if self.store is not None:
+            self.store.remove(hashes)
         self.pool.distrust(request.pages[request.first_page :])
         request.num_computed = 0
         request.num_published = 0
@@ -305,6 +329,13 @@ class RequestMemory:
         else:
             self.pool.distrust(request.pages[request.first_page :])
 
+    def _save(self, request: Request, store: PageStore, first: int, full: int) -> None:
+        """Let the store save pages that were computed here. Prefill saves the others."""
+        if request.disaggregated:
+            first = max(first, request.prompt_len // self.page_size)
+        if first < full and request.phase is not Phase.EMBED and self.pool.trusts(request.pages):
+            store.add(self._hashes(request, full)[first:], request.used_at, first)
+
     def num_cached(self, blocks: Sequence[bytes]) -> int:
         """Return the number of leading tokens that need no computation. Other threads may call this for an estimate."""
         _, _, num_blocks = self._find(blocks)
@@ -321,11 +352,7 @@ class RequestMemory:
     def _match(self, request: Request) -> Found:
         if request.reads_prompt:
             return Found(0, [], 0)
-        if request.has_begun:  # after a preemption, the last token is computed alone
-            usable = (len(request.tokens) - 1) // self.page_size
-        else:
-            usable = usable_pages(request.prompt_len, self.page_size)
-        hashes = self._hashes(request, usable)
+        hashes = self._hashes(request, self._usable(request))
         if request.phase is Phase.PREFILL:
             pages = self.prefix.match(hashes)
             return Found(0, pages, len(pages) * self.page_size)
@@ -333,6 +360,14 @@ class RequestMemory:
         if (start := self._first_at_start(request)) > first:
             first, pages = start, pages[start - first :]
         return Found(first, pages, num_blocks * self.page_size)
+
+    def _usable(self, request: Request) -> int:
+        """Number of leading full pages that may come from a cache."""
+        if request.reads_prompt:
+            return 0
+        if request.has_begun:  # after a preemption, the last token is computed alone
+            return (len(request.tokens) - 1) // self.page_size
+        return usable_pages(request.prompt_len, self.page_size)
 
     def _find(self, hashes: Sequence[bytes]) -> tuple[int, list[int], int]:
         """Returns: the number of leading pages not needed, the cached pages after those, and the number of cached blocks."""

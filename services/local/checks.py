@@ -15,7 +15,7 @@ from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from components.text.tokenizer_file import check_tokenizer_file
 from engine.config import EngineConfig
-from engine.cpu.machine_memory import check_fits, check_fits_in
+from engine.cpu.machine_memory import check_fits
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from engine.model.mock_model import PREFIX, is_mock
 from engine.model.resolve import check_config_file, check_model_name, gguf_file, local_path
@@ -51,11 +51,6 @@ def _check_memory(plan: Plan) -> None:
     workers = sum(count for count, engine in engines if _pool_gb(engine) or _evicted_gb(engine))
     settings = f"setting{'s' * (len(names) > 1)} {' and '.join(names)}"
     check_fits(round(total_gb * 1e9), f"{settings}: KV pages of {workers} worker{'s' * (workers > 1)}")
-    for directory in {engine.kv_offload_dir for _, engine in engines if engine.kv_offload_dir is not None}:
-        here = [(count, engine) for count, engine in engines if engine.kv_offload_dir == directory]
-        on_disk_gb = sum(count * engine.tensor_parallel * (engine.kv_offload_gb or 0) for count, engine in here)
-        what = "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages of all workers"
-        check_fits_in(directory, round(on_disk_gb * 1e9), what)
 
 
 def _pool_gb(engine: EngineConfig) -> float:
@@ -65,7 +60,7 @@ def _pool_gb(engine: EngineConfig) -> float:
 
 
 def _evicted_gb(engine: EngineConfig) -> float:
-    return engine.tensor_parallel * (engine.kv_offload_gb or 0) if engine.kv_offload_dir is None else 0
+    return engine.tensor_parallel * (engine.kv_offload_gb or 0)
 
 
 def _check_model(model: str) -> None:

@@ -215,7 +215,7 @@ def test_an_empty_option_is_refused(given: list[str]) -> None:
     [
         (
             "ENGINE__KV_OFLOAD_GB",
-            "engine.kv_ofload_gb: there is no such setting; did you mean engine.kv_offload_gb or engine.kv_offload_dir?",
+            "engine.kv_ofload_gb: there is no such setting; did you mean engine.kv_offload_gb?",
         ),
         ("ENGINE__MOCK__SPEDUP", "engine.mock.spedup: there is no such setting; did you mean engine.mock.speedup?"),
         ("ENGINE__XYZ", "engine.xyz: there is no such setting; --help-all lists every name"),

@@ -45,14 +45,12 @@ SEEDED = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=11, igno
 Make = Callable[..., EngineCore]
 
 
-@pytest.fixture(params=["memory", "disk"])
-def make(request: pytest.FixtureRequest, tiny: LoadedModel, tmp_path: Path) -> Make:
+@pytest.fixture
+def make(tiny: LoadedModel) -> Make:
     """An engine with a small pool and, by default, room for 20 evicted pages."""
 
     def made(num_offloaded: int = 20, **changes: object) -> EngineCore:
-        directory = tmp_path if request.param == "disk" else None
-        place = {"kv_offload_gb": offload_gb(tiny.layout, num_offloaded), "kv_offload_dir": directory}
-        return make_engine(tiny, **{**SMALL, **place, **changes})
+        return make_engine(tiny, **{**SMALL, "kv_offload_gb": offload_gb(tiny.layout, num_offloaded), **changes})
 
     return made
 
@@ -255,7 +253,5 @@ def test_the_time_of_copies_is_not_learned_as_that_of_prompt_tokens(
 
 
 def test_wrong_settings_say_what_to_change() -> None:
-    with pytest.raises(ValueError, match="kv_offload_dir is /disk, so kv_offload_gb must say how much it may hold"):
-        EngineConfig(kv_offload_dir=Path("/disk"))
     with pytest.raises(ValueError, match=r"kv_offload_gb is -1\.0; it must be 0 \(evicted pages are lost\) or more"):
         EngineConfig(kv_offload_gb=-1.0)

@@ -1,9 +1,6 @@
-"""Pages move between a device, main memory and a disk."""
+"""Pages move between a device and main memory."""
 
-import errno
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,17 +35,16 @@ def test_memory_is_counted_in_whole_pages() -> None:
         count_offloaded(EngineConfig(kv_offload_gb=1e-6), LAYOUT)
 
 
-def test_absurd_sizes_are_refused_as_any_that_do_not_fit(tmp_path: Path) -> None:
+def test_absurd_sizes_are_refused_as_any_that_do_not_fit() -> None:
     """They were overflows of numbers."""
     pages = count_offloaded(EngineConfig(kv_offload_gb=1e300), LAYOUT)
-    for directory in (None, tmp_path):
-        with pytest.raises(WrongSettings, match="are free"):
-            allocate_offloaded(LAYOUT, pages, CPU, directory)
+    with pytest.raises(WrongSettings, match="are free"):
+        allocate_offloaded(LAYOUT, pages, CPU)
 
 
-def check_moves(device: torch.device, directory: Path | None) -> None:
+def check_moves(device: torch.device) -> None:
     storage = allocate_storage(LAYOUT, 4, device)
-    offloaded = allocate_offloaded(LAYOUT, 3, device, directory)
+    offloaded = allocate_offloaded(LAYOUT, 3, device)
     copies = PageCopies(storage, offloaded)
     for page in range(4):
         storage[page].fill_(page + 1)
@@ -65,29 +61,24 @@ def contents(page: torch.Tensor) -> float:
     return float(page.min())
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_pages_come_back_whole(tmp_path: Path, on_disk: bool) -> None:
-    check_moves(CPU, tmp_path if on_disk else None)
-    assert list(tmp_path.iterdir()) == [], "the file has no name"
+def test_pages_come_back_whole() -> None:
+    check_moves(CPU)
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_pages_of_a_device_come_back_whole(tmp_path: Path, gpu: SimulatedDevice, on_disk: bool) -> None:
-    check_moves(torch.device("cuda:0"), tmp_path if on_disk else None)
+def test_pages_of_a_device_come_back_whole(gpu: SimulatedDevice) -> None:
+    check_moves(torch.device("cuda:0"))
 
 
-def test_main_memory_is_locked_for_a_device_until_it_is_free(tmp_path: Path, gpu: SimulatedDevice) -> None:
-    pages = allocate_offloaded(LAYOUT, 3, torch.device("cuda:0"), None)
+def test_main_memory_is_locked_for_a_device_until_it_is_free(gpu: SimulatedDevice) -> None:
+    pages = allocate_offloaded(LAYOUT, 3, torch.device("cuda:0"))
     assert gpu.registered == {pages.data_ptr()}
     del pages
     assert gpu.registered == set()
-    assert allocate_offloaded(LAYOUT, 3, torch.device("cuda:0"), tmp_path).device == CPU
-    assert gpu.registered == set(), "a file is not"
 
 
 def test_copies_of_several_pages_wait_once(gpu: SimulatedDevice) -> None:
     device = torch.device("cuda:0")
-    copies = PageCopies(allocate_storage(LAYOUT, 4, device), allocate_offloaded(LAYOUT, 4, device, None))
+    copies = PageCopies(allocate_storage(LAYOUT, 4, device), allocate_offloaded(LAYOUT, 4, device))
     gpu.waits.clear()
     copies.copy([(page, page + 4) for page in range(4)])
     assert gpu.waits == ["synchronize"]
@@ -96,33 +87,9 @@ def test_copies_of_several_pages_wait_once(gpu: SimulatedDevice) -> None:
 def test_memory_that_cuda_cannot_lock_is_refused(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
     with pytest.raises(WrongSettings, match="kv_offload_gb: CUDA cannot lock"):
-        allocate_offloaded(LAYOUT, 4, torch.device("cuda:0"), None)
+        allocate_offloaded(LAYOUT, 4, torch.device("cuda:0"))
 
 
 def test_too_little_main_memory_is_refused_before_it_is_used() -> None:
     with pytest.raises(WrongSettings, match="kv_offload_gb: evicted KV pages need"):
-        allocate_offloaded(LAYOUT, 2**60 // LAYOUT.page_bytes, CPU, None)
-
-
-def test_a_full_disk_is_seen_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WrongSettings, match=rf"need 1000000.0 GB, but only [\d.]+ GB are free in {tmp_path}"):
-        allocate_offloaded(LAYOUT, 10**15 // LAYOUT.page_bytes + 1, CPU, tmp_path)
-
-    def full(*_args: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)  # another process was faster
-    with pytest.raises(WrongSettings, match=f"cannot allocate 0.0 GB in {tmp_path}: No space left"):
-        allocate_offloaded(LAYOUT, 4, CPU, tmp_path)
-
-
-def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        WrongSettings, match=f"kv_offload_dir: evicted KV pages need a writable directory, and {tmp_path / 'none'} is"
-    ):
-        allocate_offloaded(LAYOUT, 4, CPU, tmp_path / "none")
-
-
-def test_a_directory_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert len(allocate_offloaded(LAYOUT, 4, CPU, Path("~"))) == 4
+        allocate_offloaded(LAYOUT, 2**60 // LAYOUT.page_bytes, CPU)

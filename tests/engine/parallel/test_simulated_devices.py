@@ -26,6 +26,7 @@ from tests.engine.tiny_engine import (
     run_until_idle,
     small,
 )
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA"),
@@ -87,6 +88,24 @@ def test_two_devices_give_the_tokens_of_one(
         assert run(engine, ASKED).tokens == expected
         assert engine._runner.forward_kind == "graph"
         assert gpu.waits == []
+
+
+def test_pages_leave_the_device_for_files_and_come_back(
+    tiny_dir: Path, tmp_path: Path, expected_again: dict[str, list[int]], gpu: SimulatedDevice
+) -> None:
+    config = small(**{**GPU, **SIZES, "num_pages": 6, "reserve_tokens": 0, "kv_store_dir": tmp_path / "kv"})
+    loaded = prepare_model(str(tiny_dir), config, tmp_path)
+    parts = make_parts(loaded, config, silent)
+    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    seen = Seen()
+    for request in AGAIN:
+        engine.submit(request)
+        run_until_idle(engine, seen)
+        wait_until(lambda: not engine.step().stats.unsaved_pages)
+    engine.close()
+    assert seen.tokens == expected_again
+    assert seen.cached["r4"] == 48
+    assert gpu.registered == {parts.pool.staging.data_ptr()}
 
 
 def test_evicted_pages_leave_the_device_and_come_back(

@@ -30,6 +30,7 @@ from tests.engine.tiny_engine import (
     run_until_idle,
     write_page,
 )
+from tests.waiting import wait_until
 
 PROMPT = prompt(53)
 SEEDED = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
@@ -115,6 +116,20 @@ def test_evicted_pages_come_back_on_both_ranks(one: LoadedModel, two: Led) -> No
     assert seen.tokens == run(make_engine(one, num_pages=200), asked).tokens
     assert seen.steps[-1].restored_pages > 6
     assert seen.cached["r5"] == 96
+
+
+def test_one_rank_and_two_share_pages_in_files(one: LoadedModel, two: Led, tmp_path: Path) -> None:
+    """A file has the heads of both ranks, so each instance can use what the other one computed."""
+    asked = [EngineRequest(f"r{i}", prompt(100, start=i), SEEDED) for i in range(2)]
+    wanted = run(make_engine(one, num_pages=200), asked).tokens
+    engines = [two.make(kv_store_dir=tmp_path), make_engine(one, kv_store_dir=tmp_path)]
+    for saving, request in zip(engines, asked, strict=True):
+        run(saving, [request])
+        wait_until(lambda: saving.step().stats.saved_pages == 8)  # noqa: B023 - it is called within the loop
+    for loading, request in zip(reversed(engines), asked, strict=True):
+        seen = run(loading, [request])
+        assert seen.cached[request.request_id] == 96
+        assert seen.tokens[request.request_id] == wanted[request.request_id]
 
 
 def test_each_rank_has_its_heads_of_the_pages_and_decode_goes_on_with_them(one: LoadedModel, two: Led) -> None:
