@@ -225,6 +225,7 @@ class EngineConfig:
         for name in (
             "num_pages",
             "kv_memory_gb",
+            "kv_store_gb",
             "gpu_memory_utilization",
             "tensor_parallel",
             "max_running",

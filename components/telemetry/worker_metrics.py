@@ -42,13 +42,24 @@ class WorkerMetrics:
         )
         shown.gauge(
             "kvmesh_kv_offloaded_pages",
-            "Evicted KV pages that are kept in main memory or on disk.",
+            "Evicted KV pages that are kept in main memory.",
             self._of_step(lambda step: step.offloaded_pages),
         )
         shown.counter(
             "kvmesh_kv_restored_pages",
-            "KV pages restored from main memory or disk for a prompt.",
+            "KV pages restored from main memory for a prompt.",
             self._of_step(lambda step: step.restored_pages),
+        )
+        shown.counter(
+            "kvmesh_kv_loaded_pages",
+            "KV pages loaded from files for a prompt.",
+            self._of_step(lambda step: step.loaded_pages),
+        )
+        shown.counter("kvmesh_kv_saved_pages", "KV pages saved to files.", self._of_step(lambda step: step.saved_pages))
+        shown.gauge(
+            "kvmesh_kv_unsaved_pages",
+            "KV pages that wait to be saved to files.",
+            self._of_step(lambda step: step.unsaved_pages),
         )
         shown.counter(
             "kvmesh_spec_decode_num_draft_tokens",

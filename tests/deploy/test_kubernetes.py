@@ -221,18 +221,27 @@ def test_a_pod_with_several_gpus_holds_the_model_on_all_of_them() -> None:
     assert [one["value"] for one in container(other)["env"] if one["name"] == name] == ["2"], "the user's own"
 
 
-@pytest.mark.parametrize(("gpus", "size"), [(0, "40G"), (1, "40G"), (4, "160G")])
-def test_evicted_pages_get_a_disk_of_their_own(gpus: int, size: str) -> None:
-    for role, deployment in deployments("gpu", "decode.kvOffloadDiskGB=40", f"decode.gpu.count={gpus}").items():
-        told = variables(deployment)
-        volumes = [one for one in pod(deployment)["volumes"] if one["name"] == "evicted"]
-        mounts = [one["mountPath"] for one in container(deployment)["volumeMounts"] if one["name"] == "evicted"]
-        if role != "decode":
-            assert (volumes, mounts, told.get("MESH_ENGINE__KV_OFFLOAD_DIR")) == ([], [], None)
+@pytest.mark.parametrize(
+    ("values", "volume"),
+    [
+        ([], None),
+        (['kvStore.existingClaim="shared"'], None),
+        (["kvStore.sizeGB=40"], {"emptyDir": {"sizeLimit": "48G"}}),
+        (["kvStore.sizeGB=1"], {"emptyDir": {"sizeLimit": "2G"}}),
+        (["kvStore.sizeGB=40", 'kvStore.existingClaim="shared"'], {"persistentVolumeClaim": {"claimName": "shared"}}),
+    ],
+)
+def test_workers_get_a_volume_for_kv_pages(values: list[str], volume: dict[str, Any] | None) -> None:
+    for role, deployment in deployments("gpu", *values).items():
+        variable = variables(deployment)
+        volumes = [one for one in pod(deployment)["volumes"] if one["name"] == "kv"]
+        mounts = [one["mountPath"] for one in container(deployment)["volumeMounts"] if one["name"] == "kv"]
+        if volume is None or role not in {"decode", "prefill"}:
+            assert (volumes, mounts, variable.get("MESH_ENGINE__KV_STORE_DIR")) == ([], [], None)
             continue
-        assert volumes == [{"name": "evicted", "emptyDir": {"sizeLimit": size}}]
-        assert mounts == [told["MESH_ENGINE__KV_OFFLOAD_DIR"]]
-        assert told["MESH_ENGINE__KV_OFFLOAD_GB"] == "40", "for each device"
+        assert volumes == [{"name": "kv", **volume}]
+        assert mounts == [variable["MESH_ENGINE__KV_STORE_DIR"]]
+        assert f"kvStore.sizeGB={variable['MESH_ENGINE__KV_STORE_GB']}" in values
 
 
 @pytest.mark.parametrize("values", SETS)

@@ -1,4 +1,4 @@
-"""A prefill and a decode worker with small pools, which keep evicted pages in main memory or on disk."""
+"""A prefill and a decode worker with small pools, which keep evicted pages in main memory or in files."""
 
 import asyncio
 import random
@@ -59,15 +59,16 @@ def _counts(workers: list[InstanceRecord], name: str) -> list[float]:
     return [metric(worker.http, name) for worker in workers]
 
 
-@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+@pytest.mark.parametrize("in_files", [False, True], ids=["memory", "files"])
 def test_tokens_are_those_of_a_pool_that_holds_everything(
-    tiny_mesh: MeshProcesses, tmp_path: Path, on_disk: bool
+    tiny_mesh: MeshProcesses, tmp_path: Path, in_files: bool
 ) -> None:
     """The second round finds all prompts at decode but for their last pages, and those at prefill."""
     prompts = _prompts()
     kept = {**POOL, "MESH_ENGINE__KV_OFFLOAD_GB": ROOM_GB}
-    if on_disk:
-        kept["MESH_ENGINE__KV_OFFLOAD_DIR"] = str(tmp_path)
+    if in_files:
+        kept = {**POOL, "MESH_ENGINE__KV_STORE_DIR": str(tmp_path / "kv")}
+    found = f"kvmesh_kv_{'loaded' if in_files else 'restored'}_pages_total"
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:
@@ -79,11 +80,49 @@ def test_tokens_are_those_of_a_pool_that_holds_everything(
             answers, sent = await through_prefill(client, partial(_ask_twice, client, prompts, workers))
             assert answers == [expected, expected]
             assert sent[1] < sent[0] / 4
-            assert min(_counts(workers, "kvmesh_kv_restored_pages_total")) > 0
+            assert min(_counts(workers, found)) > 0
             for beat in await client.until_quiet():
                 assert beat.free_pages + beat.cached_pages == beat.total_pages
 
     tiny_mesh.start("bootstrap")
     roomy = tiny_mesh.start_one("decode")
     asyncio.run(run())
-    assert not list(tmp_path.glob("tmp*")), "the file of evicted pages has no name"
+
+
+def test_pages_survive_the_workers_that_computed_them(tiny_mesh: MeshProcesses, tmp_path: Path) -> None:
+    """Both workers are killed. Those that replace them compute a few last tokens of each prompt, and send hardly any KV."""
+    prompts = _prompts()
+    with_files = {"MESH_ENGINE__KV_STORE_DIR": str(tmp_path / "kv")}
+
+    async def figures(client: Client) -> tuple[float, float, float]:
+        """KV bytes sent, prompt tokens computed and pages loaded."""
+        workers = [(await client.until_usable(role))[0] for role in ("decode", "prefill")]
+        await until(lambda: not any(_counts(workers, "kvmesh_kv_unsaved_pages")))
+        computed = sum(_counts(workers, "kvmesh_prompt_tokens_total"))
+        return _sent_bytes(workers), computed, min(_counts(workers, "kvmesh_kv_loaded_pages_total"))
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+
+            async def ask(salt: str) -> tuple[str, list[list[int]]]:
+                return salt, await _ask(client, prompts, salt)
+
+            for role in ("decode", "prefill"):
+                await client.until_usable(role)
+            salt, answers = await through_prefill(client, ask)
+            sent, computed, _ = await figures(client)
+            await asyncio.sleep(0.5)  # the last pages are on their way to the disk
+            for worker in first:
+                worker.kill()
+            await until(lambda: not client.decodes.usable() and not client.prefills.usable())
+            tiny_mesh.start("decode", "prefill", **with_files)
+            for role in ("decode", "prefill"):
+                await client.until_usable(role)
+            assert await _ask(client, prompts, salt) == answers
+            sent_again, computed_again, loaded = await figures(client)
+            assert loaded > len(prompts)
+            assert (sent_again < sent / 4, computed_again < computed / 4) == (True, True)
+
+    tiny_mesh.start("bootstrap")
+    first = tiny_mesh.start("decode", "prefill", **with_files)
+    asyncio.run(run())

@@ -183,8 +183,8 @@ containers:
       {{- end }}
       {{- if $isWorker }}
       - {name: shm, mountPath: /dev/shm}
-      {{- if $own.kvOffloadDiskGB }}
-      - {name: evicted, mountPath: /var/lib/kvmesh-evicted}
+      {{- if $root.Values.kvStore.sizeGB }}
+      - {name: kv, mountPath: /var/lib/kvmesh-kv}
       {{- end }}
       {{- end }}
       {{- if and $root.Values.tls.enabled (ne $role "observer") }}
@@ -215,9 +215,14 @@ volumes:
   {{- if $isWorker }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ include "kvmesh.text" $own.sharedMemory }}}
-  {{- if $own.kvOffloadDiskGB }}
-  - name: evicted
-    emptyDir: {sizeLimit: {{ mul $own.kvOffloadDiskGB (max 1 (int $own.gpu.count)) }}G}
+  {{- with $root.Values.kvStore }}
+  {{- if and .sizeGB .existingClaim }}
+  - name: kv
+    persistentVolumeClaim: {claimName: {{ .existingClaim }}}
+  {{- else if .sizeGB }}
+  - name: kv  # the limit of the files is approximate, and a pod beyond its own is evicted
+    emptyDir: {sizeLimit: {{ add .sizeGB (max 1 (div .sizeGB 5)) }}G}
+  {{- end }}
   {{- end }}
   {{- end }}
   {{- if and $root.Values.tls.enabled (ne $role "observer") }}
@@ -311,9 +316,9 @@ volumes:
 {{- with $root.Values.kvTransfer.ports }}
 - {name: UCX_TCP_PORT_RANGE, value: {{ . | quote }}}
 {{- end }}
-{{- if $own.kvOffloadDiskGB }}
-- {name: MESH_ENGINE__KV_OFFLOAD_GB, value: {{ $own.kvOffloadDiskGB | quote }}}
-- {name: MESH_ENGINE__KV_OFFLOAD_DIR, value: /var/lib/kvmesh-evicted}
+{{- with $root.Values.kvStore.sizeGB }}
+- {name: MESH_ENGINE__KV_STORE_GB, value: {{ . | quote }}}
+- {name: MESH_ENGINE__KV_STORE_DIR, value: /var/lib/kvmesh-kv}
 {{- end }}
 {{- if $own.gpu.count }}
 - {name: MESH_ENGINE__DEVICE, value: cuda}

@@ -29,6 +29,9 @@ def test_steps_are_counted_under_the_names_that_dashboards_know() -> None:
         prefix_hits=8,
         offloaded_pages=12,
         restored_pages=7,
+        loaded_pages=8,
+        saved_pages=9,
+        unsaved_pages=2,
         drafted_tokens=6,
         accepted_tokens=5,
     )
@@ -42,6 +45,9 @@ def test_steps_are_counted_under_the_names_that_dashboards_know() -> None:
     assert value(metrics, "kvmesh_prefix_cache_queries_total") == 40
     assert value(metrics, "kvmesh_prefix_cache_hits_total") == 8
     assert value(metrics, "kvmesh_kv_offloaded_pages") == 12
+    assert value(metrics, "kvmesh_kv_loaded_pages_total") == 8
+    assert value(metrics, "kvmesh_kv_saved_pages_total") == 9
+    assert value(metrics, "kvmesh_kv_unsaved_pages") == 2
     assert value(metrics, "kvmesh_kv_restored_pages_total") == 7
     assert value(metrics, "kvmesh_spec_decode_num_draft_tokens_total") == 6
     assert value(metrics, "kvmesh_spec_decode_num_accepted_tokens_total") == 5
