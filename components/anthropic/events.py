@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from components.anthropic.messages import NO_THREADS, MessageObject, MessageUsage, StopReason
+from components.anthropic.messages import NO_THREADS, AppliedEdits, MessageObject, MessageUsage, StopReason
 from components.openai.errors import ApiError
 from components.openai.events import as_json, quote
 from components.output.blocks import Block, Blocks
@@ -85,12 +85,16 @@ class MessageEvents:
                 )
         return data
 
-    def end(self, reason: StopReason, sequence: str | None, usage: MessageUsage) -> bytes:
+    def end(
+        self, reason: StopReason, sequence: str | None, usage: MessageUsage, edits: AppliedEdits | None = None
+    ) -> bytes:
         event = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": sequence},
             "usage": usage.model_dump(),
         }
+        if edits is not None:
+            event["context_management"] = edits.model_dump()
         last = _stop(self.blocks.all[-1]) if self.blocks.all else b""
         return b"%bevent: message_delta\ndata: %b\n\n%b" % (last, as_json(event), STOP)
 

@@ -2,13 +2,24 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
 from components.errors import Rejected
 from components.openai.chat import ChatRequest
-from components.openai.fields import INT32_MAX, Strict, TokenCount, Usage, by_type, of_type, only, parse_value, tagged
+from components.openai.fields import (
+    INT32_MAX,
+    IfAsked,
+    Strict,
+    TokenCount,
+    Usage,
+    by_type,
+    of_type,
+    only,
+    parse_value,
+    tagged,
+)
 
 MAX_MESSAGES: Final = 4096
 MAX_BLOCKS: Final = 1024
@@ -120,7 +131,7 @@ class ToolChoice(Strict):
 
 
 class ThinkingOptions(Strict):
-    """Whether the model reasons first. Only `max_tokens` limits the reasoning."""
+    """Whether the model reasons first: with `adaptive`, if it can. Only `max_tokens` limits the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)] | None = None
@@ -135,8 +146,18 @@ class JsonFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: JsonValue = None  # checked by the chat
+    effort: JsonValue = None  # checked by the chat; guidance
     format: JsonFormat | None = None
+
+
+class ContextManagement(Strict):
+    """Accepted and ignored: the answer reports that no edit was applied. Each type of edit has fields of its own."""
+
+    edits: Annotated[list[dict[str, JsonValue]], Field(max_length=16)] | None = None
+
+
+class GuidedChat(ChatRequest):
+    effort_is_guidance: ClassVar[bool] = True
 
 
 class RequestMetadata(Strict):
@@ -157,6 +178,7 @@ class CountRequest(Strict):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     cache_control: CacheControl | None = None
     # not honoured yet
     speed: Annotated[JsonValue, only("standard")] = None
@@ -169,7 +191,9 @@ class CountRequest(Strict):
 
     def chat(self) -> ChatRequest:
         """Convert the request to a chat. Raises: Rejected, with the chat's parameter names."""
-        return parse_value(ChatRequest, {name: value for name, value in self._wanted().items() if value is not None})
+        guided = self.thinking is None or self.thinking.type == "adaptive"
+        wanted = {name: value for name, value in self._wanted().items() if value is not None}
+        return parse_value(GuidedChat if guided else ChatRequest, wanted)
 
     def check(self) -> None:
         """Check that fields do not contradict each other. Raises: Rejected."""
@@ -362,6 +386,10 @@ class MessageUsage(BaseModel):
         )
 
 
+class AppliedEdits(BaseModel):
+    applied_edits: list[None] = []
+
+
 class MessageObject(BaseModel):
     """An answer, complete or before its first block."""
 
@@ -373,6 +401,7 @@ class MessageObject(BaseModel):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    context_management: IfAsked[AppliedEdits] = None
 
 
 class TokenCountAnswer(BaseModel):

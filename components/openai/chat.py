@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
@@ -23,7 +23,7 @@ from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, Tool
 from components.output.calls import Call
 from components.text.chat_template import Ending
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024  # maximum parts of one message
 
@@ -35,6 +35,7 @@ class Conversation:
     choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
     parallel: bool = True  # whether one answer may have several calls
     effort: Effort | None = None  # None: the model's default
+    effort_is_guidance: bool = False  # the nearest effort that the model has is used
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # template variables set by the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
     call_chars: int = 0  # characters of the arguments of calls in `messages`
@@ -146,6 +147,8 @@ class Prediction(Strict):
 
 
 class ChatRequest(ConstrainedFields):
+    effort_is_guidance: ClassVar[bool] = False
+
     # fail_fast: only the first fault is reported
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
@@ -217,6 +220,7 @@ class ChatRequest(ConstrainedFields):
             choice,
             self.parallel_tool_calls is not False,
             self.reasoning_effort,
+            self.effort_is_guidance,
             self.chat_template_kwargs or {},
             ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens),
             chars_of_calls(self.messages),

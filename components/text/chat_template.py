@@ -8,6 +8,7 @@ from components.errors import Rejected
 
 SWITCHES: Final = ("enable_thinking", "thinking")  # names in templates
 EFFORT: Final = "reasoning_effort"
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # in ascending order
 TOOLS_HEAD: Final = """\
 You can call functions to help with what the user asks. These are the functions, one JSON object in each line:
 <tools>
@@ -38,6 +39,7 @@ def template_variables(
     *,
     reasons: bool,
     efforts: Sequence[str] = (),
+    guidance: bool = False,
 ) -> dict[str, Any]:
     """Return the template variables that a client may set.
 
@@ -47,11 +49,16 @@ def template_variables(
         mentions: whether the template reads a variable.
         reasons: whether the model reasons.
         efforts: those that it knows; without any, the template decides.
+        guidance: `effort` is only guidance: the nearest one that the model has is set, or none.
     Raises: Rejected if the template would ignore one of them.
     """
     variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
     if effort is None:
         return variables
+    if guidance:
+        effort = _nearest(effort, efforts, mentions)
+        if effort is None:
+            return variables
     if efforts and effort not in efforts:
         raise _unsupported(f"This model's '{EFFORT}' can only be {' or '.join(map(repr, efforts))}.")
     switch = next((name for name in SWITCHES if mentions(name)), None)
@@ -67,6 +74,13 @@ def template_variables(
     elif reasons:
         raise _unsupported(f"This model's reasoning cannot be switched off: leave '{EFFORT}' out.")
     return variables
+
+
+def _nearest(effort: str, efforts: Sequence[str], mentions: Callable[[str], bool]) -> str | None:
+    """Return the effort that the model has and that is nearest to `effort`; None if its reasoning cannot be set."""
+    if mentions(EFFORT):
+        return min(efforts, key=lambda known: abs(EFFORTS.index(known) - EFFORTS.index(effort)), default=effort)
+    return "medium" if any(mentions(name) for name in SWITCHES) else None
 
 
 def _switch(name: str, value: Any, mentions: Callable[[str], bool]) -> bool:

@@ -9,6 +9,7 @@ from starlette.types import Scope
 from components.anthropic.events import MessageEvents, body_of, content_of, status_of
 from components.anthropic.messages import (
     PARAMS,
+    AppliedEdits,
     CountRequest,
     MessageObject,
     MessagesRequest,
@@ -37,6 +38,7 @@ class MessagesDialect(ConversationDialect):
     def __init__(self, request_id: str) -> None:
         super().__init__(request_id)
         self._params = PARAMS
+        self.edits: AppliedEdits | None = None  # None: the request does not ask for edits
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
         return await body.made_into(lambda data: self.take(parse_body(MessagesRequest, data)))
@@ -44,6 +46,7 @@ class MessagesDialect(ConversationDialect):
     def take(self, request: CountRequest) -> ChatRequest:
         """Turn the request into a chat. Raises: Rejected."""
         self._params = request.params
+        self.edits = None if request.context_management is None else AppliedEdits()
         request.check()
         self.chat = request.chat()
         return self.chat
@@ -64,7 +67,8 @@ class MessagesDialect(ConversationDialect):
 
     def begun(self, generation: Generation) -> MessageObject:
         """Return the message before its first block."""
-        return MessageObject(id=self.response_id, model=self.chat.model, usage=MessageUsage.of(generation.usage()))
+        usage = MessageUsage.of(generation.usage())
+        return MessageObject(id=self.response_id, model=self.chat.model, usage=usage, context_management=self.edits)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         return status_of(error), body_of(in_other_words(error, self._params), self.request_id)
@@ -90,7 +94,8 @@ class MessageStream:
 
     async def end(self) -> bytes:
         reason, sequence = why_it_stopped(self._generation)
-        return self._events.end(reason, sequence, MessageUsage.of(self._generation.usage()))
+        usage = MessageUsage.of(self._generation.usage())
+        return self._events.end(reason, sequence, usage, self._dialect.edits)
 
     def fail(self, error: ApiError) -> bytes:
         _, body = self._dialect.refusal(error)

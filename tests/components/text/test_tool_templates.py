@@ -245,6 +245,24 @@ def test_what_the_template_would_ignore_is_refused(
     assert param in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("known", "efforts", "effort", "variables"),
+    [
+        (NEITHER, (), "high", {}),
+        (ON_OFF, (), "max", {"enable_thinking": True}),
+        (EFFORT, (), "xhigh", {"reasoning_effort": "xhigh"}),
+        (EFFORT, ("low", "medium", "high"), "low", {"reasoning_effort": "low"}),
+        (EFFORT, ("low", "medium", "high"), "max", {"reasoning_effort": "high"}),
+        (EFFORT, ("low", "medium", "high"), "minimal", {"reasoning_effort": "low"}),
+    ],
+)
+def test_an_effort_that_is_guidance_becomes_the_nearest_that_the_model_has(
+    known: set[str], efforts: tuple[str, ...], effort: str, variables: dict[str, Any]
+) -> None:
+    mentions = known.__contains__
+    assert template_variables(effort, {}, mentions, reasons=True, efforts=efforts, guidance=True) == variables
+
+
 def test_a_refused_effort_is_explained_in_plain_words() -> None:
     with pytest.raises(Rejected) as caught:
         template_variables("high", {}, NEITHER.__contains__, reasons=False)

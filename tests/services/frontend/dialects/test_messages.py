@@ -308,6 +308,8 @@ async def test_tools_and_what_they_gave_reach_the_template(thinker: tuple[Any, F
         ({"thinking": {"type": "adaptive"}}, True),
         ({"thinking": {"type": "disabled"}}, False),
         ({"output_config": {"effort": "medium"}}, True),
+        ({"output_config": {"effort": "max"}, "thinking": {"type": "adaptive"}}, True),
+        ({"output_config": {"effort": "high"}, "thinking": {"type": "disabled"}}, False),
     ],
 )
 async def test_thinking_is_switched(fields: dict[str, Any], thinks: bool) -> None:
@@ -319,6 +321,30 @@ async def test_thinking_is_switched(fields: dict[str, Any], thinks: bool) -> Non
     ):
         assert (await http.post(URL, json={**HELLO, **fields})).is_success
     assert mesh.text.decode(mesh.prompts[0].token_ids).endswith("<think>\n") == thinks
+
+
+async def test_a_model_that_cannot_reason_takes_effort_and_adaptive_thinking_for_guidance(
+    anthropic: Any, mesh: FakeMesh
+) -> None:
+    """Claude Code sends both with every request, and was refused by every model whose reasoning cannot be set."""
+    for fields in ({"thinking": {"type": "adaptive"}}, {"output_config": {"effort": "high"}}):
+        await anthropic.messages.create(**HELLO, extra_body=fields)
+    await anthropic.messages.create(**HELLO)
+    assert len({tuple(prompt.token_ids) for prompt in mesh.prompts}) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_edits_of_the_context_are_not_applied_and_the_answer_says_so(
+    http: httpx.AsyncClient, stream: bool
+) -> None:
+    """Claude Code sends `context_management` with every request, and was refused."""
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    asked = {**HELLO, "stream": stream, "context_management": {"edits": edits}}
+    answer = (await http.post(URL, json=asked)).raise_for_status()
+    last = events_of(answer.text)[-2] if stream else answer.json()
+    assert last["context_management"] == {"applied_edits": []}
+    without = await http.post(URL, json={**HELLO, "stream": stream})
+    assert "context_management" not in without.text
 
 
 async def test_tokens_are_counted_as_they_would_be_generated_from(anthropic: Any, mesh: FakeMesh) -> None:
@@ -377,7 +403,7 @@ async def test_counting_ends_when_its_time_is_over(
 
 
 async def test_counting_blames_fields_by_their_names_here(http: httpx.AsyncClient) -> None:
-    asked = {"model": MODEL, "messages": HELLO["messages"], "output_config": {"effort": "high"}}
+    asked = {"model": MODEL, "messages": HELLO["messages"], "output_config": {"effort": "immense"}}
     for url in (COUNT, URL):
         answer = await http.post(url, json=asked if url == COUNT else {**asked, "max_tokens": 1})
         assert answer.status_code == 400
@@ -446,7 +472,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "thinking.budget_tokens"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
-    ({"thinking": {"type": "adaptive"}}, "'thinking'"),  # this model cannot
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1025}, "'thinking'"),  # this model cannot
+    ({"context_management": {"edits": [7]}}, "context_management.edits[0]"),
+    ({"context_management": {"trigger": 7}}, "context_management.trigger"),
     ({"output_config": {"effort": "immense"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, "output_config.format"),
