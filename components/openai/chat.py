@@ -171,13 +171,13 @@ class ChatRequest(ConstrainedFields):
     prediction: Prediction | None = None
     # not supported yet
     store: Annotated[JsonValue, only(False)] = None
-    service_tier: Annotated[JsonValue, only("auto", "default")] = None
+    service_tier: Annotated[JsonValue, only("auto", "default", "flex", "priority")] = None  # served alike
     prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
     functions: Annotated[JsonValue, only([], instead="tools")] = None
     function_call: Annotated[JsonValue, only("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[JsonValue, only(["text"])] = None
     audio: Annotated[JsonValue, only()] = None
-    verbosity: Annotated[JsonValue, only("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint without effect
     web_search_options: Annotated[JsonValue, only()] = None
 
     @property
@@ -216,7 +216,7 @@ class ChatRequest(ConstrainedFields):
         choice = self.tool_choice or ToolChoice("auto")
         return Conversation(
             messages,
-            () if choice.mode == "none" else self.tools or (),
+            () if choice.mode == "none" else [tool for tool in self.tools or () if choice.allows(tool.function.name)],
             choice,
             self.parallel_tool_calls is not False,
             self.reasoning_effort,
@@ -281,9 +281,17 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
                 code="invalid_value",
             )
         names.add(tool.function.name)
-    if choice is None or choice.mode in {"none", "auto"}:
+    if choice is None:
         return
-    if not tools:
+    if (unknown := next((name for name in choice.allowed or () if name not in names), None)) is not None:
+        raise Rejected(
+            f"'tool_choice' allows '{unknown[:64]}', which is not in 'tools'.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    if choice.mode in {"none", "auto"}:
+        return
+    if not tools or choice.allowed == ():
         raise Rejected("'tool_choice' is only allowed when 'tools' are specified.", param="tool_choice")
     if choice.mode == "named" and choice.name not in names:
         shown = choice.name[:64]

@@ -91,8 +91,8 @@ class _ByType(Discriminator):
     __hash__ = object.__hash__
 
 
-def by_type(*kinds: str, default: str = "") -> Discriminator:
-    """Choose a union's model by an object's `type`, or else by `default`."""
+def by_type(*kinds: str, default: str = "", note: str = "") -> Discriminator:
+    """Choose a union's model by an object's `type`, or else by `default`. `note`: what the refusal adds."""
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default)
@@ -102,7 +102,7 @@ def by_type(*kinds: str, default: str = "") -> Discriminator:
         tag,
         custom_error_type="unsupported",
         custom_error_message=_UNKNOWN_TYPE,
-        custom_error_context={"at": ".type", "kinds": ", ".join(kinds)},
+        custom_error_context={"at": ".type", "kinds": ", ".join(kinds) + (note and f"; {note}")},
     )
 
 

@@ -1,17 +1,25 @@
 """Items of a conversation in the Responses API, and their conversion to chat messages."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validator
 
-from components.openai.fields import Strict, by_type, only, tagged
+from components.openai.fields import IfAsked, Strict, by_type, only, tagged
 
 MAX_ITEMS: Final = 4096
 MAX_PARTS: Final = 1024
 
 Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
+
+
+def called(name: str, namespace: str | None) -> str:
+    """Return the name that the model calls a tool by."""
+    if namespace is None:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 class Item(Strict):
@@ -52,7 +60,7 @@ Part = Annotated[
     Annotated[InputText, tagged("input_text")]
     | Annotated[OutputText, tagged("output_text")]
     | Annotated[Refusal, tagged("refusal")],
-    by_type("input_text", "output_text", "refusal"),
+    by_type("input_text", "output_text", "refusal", note="images, audio and files are not supported"),
 ]
 
 
@@ -83,18 +91,46 @@ class CallItem(Item):
     call_id: Id
     name: Id
     arguments: str
+    namespace: Id | None = None
     id: Id | None = None
     status: Status | None = None
+
+    @property
+    def function(self) -> dict[str, str]:
+        """The call as the model makes it."""
+        return {"name": called(self.name, self.namespace), "arguments": self.arguments}
+
+
+class CustomCallItem(Item):
+    """A call of a custom tool by the model."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: Id
+    input: str
+    namespace: Id | None = None
+    id: Id | None = None
+    status: Status | None = None
+
+    @property
+    def function(self) -> dict[str, str]:
+        arguments = json.dumps({"input": self.input}, ensure_ascii=False)
+        return {"name": called(self.name, self.namespace), "arguments": arguments}
 
 
 class CallOutputItem(Item):
     """The result of a call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
     output: Parts
     id: Id | None = None
     status: Status | None = None
+
+
+class SummaryText(Item):
+    type: Literal["summary_text"]
+    text: str
 
 
 class ReasoningText(Item):
@@ -107,10 +143,15 @@ class ReasoningItem(Item):
 
     type: Literal["reasoning"]
     id: Id | None = None
-    summary: Annotated[JsonValue, only([])] = None
+    summary: Annotated[list[SummaryText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     content: Annotated[list[ReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
-    encrypted_content: Annotated[JsonValue, only()] = None
+    encrypted_content: Annotated[str | None, Field(exclude=True)] = None  # another server's, which has the key
     status: Status | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The reasoning, or its summary if it is not readable."""
+        return [part.text for part in self.content or self.summary or ()]
 
 
 class ItemReference(Item):
@@ -120,14 +161,25 @@ class ItemReference(Item):
     id: Id
 
 
-InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+InputItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem
 RequestItem = Annotated[
     Annotated[MessageItem, tagged("message")]
     | Annotated[CallItem, tagged("function_call")]
     | Annotated[CallOutputItem, tagged("function_call_output")]
+    | Annotated[CustomCallItem, tagged("custom_tool_call")]
+    | Annotated[CallOutputItem, tagged("custom_tool_call_output")]
     | Annotated[ReasoningItem, tagged("reasoning")]
     | Annotated[ItemReference, tagged("item_reference")],
-    by_type("message", "function_call", "function_call_output", "reasoning", "item_reference", default="message"),
+    by_type(
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "item_reference",
+        default="message",
+    ),
 ]
 
 
@@ -154,7 +206,7 @@ def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
             messages.insert(_place_of(item.call_id, messages), output)
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _texts(item.content)})
-        elif not isinstance(item, ReasoningItem) or item.content:
+        elif not isinstance(item, ReasoningItem) or item.texts:
             _add(_assistants_turn(messages), item)
     for message in messages:
         if "reasoning_content" in message:
@@ -181,16 +233,15 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
+def _add(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem | ReasoningItem) -> None:
     """An assistant turn; `reasoning_content` is a list until all items are added."""
     if isinstance(item, MessageItem):
         turn["content"] = turn["content"] or []
         turn["content"] += _texts(item.content)
-    elif isinstance(item, CallItem):
-        function = {"name": item.name, "arguments": item.arguments}
-        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, ReasoningItem):
+        turn.setdefault("reasoning_content", []).extend(item.texts)
     else:
-        turn.setdefault("reasoning_content", []).extend(part.text for part in item.content or ())
+        turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": item.function})
 
 
 def _texts(parts: Sequence[InputText | OutputText | Refusal]) -> list[dict[str, str]]:
@@ -225,7 +276,20 @@ class OutputCall(BaseModel):
     status: Status
     call_id: str
     name: str
+    namespace: IfAsked[str] = None
     arguments: str
+
+
+class OutputCustomCall(BaseModel):
+    """A call of a custom tool, for the client to run."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    namespace: IfAsked[str] = None
+    input: str
 
 
 class OutputReasoning(BaseModel):
@@ -236,4 +300,4 @@ class OutputReasoning(BaseModel):
     content: list[OutputThought]
 
 
-OutputItem = OutputMessage | OutputCall | OutputReasoning
+OutputItem = OutputMessage | OutputCall | OutputCustomCall | OutputReasoning

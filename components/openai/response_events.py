@@ -1,6 +1,6 @@
 """Server-sent events of a response, and the output items of an answer."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from components.openai.events import as_json, quote
 from components.openai.items import (
     OutputCall,
+    OutputCustomCall,
     OutputItem,
     OutputMessage,
     OutputPart,
@@ -16,10 +17,12 @@ from components.openai.items import (
     Status,
 )
 from components.openai.logprobs import TokenLogprob
+from components.openai.response_tools import Callee, input_of
 from components.openai.responses import ResponseObject
 from components.output.blocks import Block, Blocks
 from components.output.calls import CallDelta
 
+NO_TOOLS: Final[Mapping[str, Callee]] = {}
 PREFIXES: Final = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
 DELTAS: Final = {
     "reasoning": "response.reasoning_text.delta",
@@ -36,10 +39,22 @@ def response_of(item_id: str) -> str:
     return f"resp_{item_id.partition('_')[2][:32]}"
 
 
-def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> OutputItem:
+def item_of(
+    block: Block,
+    request_id: str,
+    status: Status,
+    logprobs: Sequence[TokenLogprob] = (),
+    callees: Mapping[str, Callee] = NO_TOOLS,
+) -> OutputItem:
+    """Return the item of a block. `callees`: the tools by the names that the model calls them by."""
     own = item_id(block, request_id)
     if block.kind == "call":
-        return OutputCall(id=own, status=status, call_id=block.id, name=block.name, arguments=block.text)
+        callee = callees.get(block.name, Callee(block.name))
+        call: dict[str, Any] = {"id": own, "status": status, "call_id": block.id}
+        call |= {"name": callee.name, "namespace": callee.namespace}
+        if callee.custom:
+            return OutputCustomCall(**call, input=input_of(block.text))
+        return OutputCall(**call, arguments=block.text)
     if block.kind == "reasoning":
         return OutputReasoning(id=own, status=status, content=[OutputThought(text=block.text)] if block.text else [])
     part = OutputPart(text=block.text, logprobs=[token.model_dump() for token in logprobs])
@@ -49,7 +64,8 @@ def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[To
 class ResponseEvents:
     """One stream, with numbered events."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, callees: Mapping[str, Callee] = NO_TOOLS) -> None:
+        self._callees = callees
         self.blocks = Blocks()
         self.items: list[OutputItem] = []
         self._request_id = request_id
@@ -92,7 +108,8 @@ class ResponseEvents:
 
     def _open(self, block: Block) -> bytes:
         at: dict[str, Any] = {"item_id": item_id(block, self._request_id), "output_index": block.index}
-        empty = item_of(Block(block.kind, block.index, block.id, block.name), self._request_id, "in_progress")
+        begun = Block(block.kind, block.index, block.id, block.name)
+        empty = item_of(begun, self._request_id, "in_progress", callees=self._callees)
         data = self._event("response.output_item.added", output_index=block.index, item=empty)
         if block.kind != "call":
             at["content_index"] = 0
@@ -104,6 +121,8 @@ class ResponseEvents:
         return data
 
     def _delta(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
+        if block.kind == "call" and self._is_custom(block):
+            return b""  # its input is sent as a whole, because the model writes it as JSON
         shown_logprobs = b""
         if block.kind == "text":
             self._logprobs += logprobs
@@ -112,11 +131,14 @@ class ResponseEvents:
         return b'%b%d,"delta":%b%b}\n\n' % (self._head, self._number - 1, quote(text), shown_logprobs)
 
     def _close(self, block: Block, status: Status) -> bytes:
-        item = item_of(block, self._request_id, status, self._logprobs)
+        item = item_of(block, self._request_id, status, self._logprobs, self._callees)
         self.items.append(item)
         at: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
-        if block.kind == "call":
-            data = self._event("response.function_call_arguments.done", **at, name=block.name, arguments=block.text)
+        if isinstance(item, OutputCustomCall):
+            data = self._event("response.custom_tool_call_input.delta", **at, delta=item.input)
+            data += self._event("response.custom_tool_call_input.done", **at, input=item.input)
+        elif isinstance(item, OutputCall):
+            data = self._event("response.function_call_arguments.done", **at, name=item.name, arguments=block.text)
         elif block.kind == "reasoning":
             data = self._event("response.reasoning_text.done", **at, content_index=0, text=block.text)
         else:
@@ -126,6 +148,10 @@ class ResponseEvents:
             part = _part(block.kind, block.text, self._logprobs)
             data += self._event("response.content_part.done", **at, content_index=0, part=part)
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _is_custom(self, block: Block) -> bool:
+        callee = self._callees.get(block.name)
+        return callee is not None and callee.custom
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         body = b"".join(b',"%b":%b' % (name.encode(), as_json(value)) for name, value in fields.items())

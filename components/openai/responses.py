@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from components.errors import Rejected
 from components.openai.chat import ChatRequest
@@ -13,16 +13,45 @@ from components.openai.fields import (
     TokenCount,
     Usage,
     by_type,
-    of_type,
     only,
     parse_value,
     tagged,
 )
-from components.openai.items import CallItem, CallOutputItem, Id, InputItem, InputItems, OutputItem, turns
+from components.openai.items import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    Id,
+    InputItem,
+    InputItems,
+    OutputItem,
+    turns,
+)
+from components.openai.response_tools import (
+    Callee,
+    Search,
+    ToolChoice,
+    ToolMode,
+    Tools,
+    callees,
+    chats_choice,
+    chats_tools,
+    moved_params,
+)
 
 LOGPROBS: Final = "message.output_text.logprobs"
 # Clients include encrypted reasoning to send it back. Here the items of reasoning have its text, and are accepted back.
-Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+# The others are parts of items that this server never returns.
+Include = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "file_search_call.results",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -34,37 +63,6 @@ PARAMS: Final = {  # a chat's parameters to their names here
     r"logprobs": "include",
     r"(tools\[\d+\]|tool_choice)\.function\.(.+)": r"\1.\2",
 }
-
-
-class Tool(Strict):
-    type: Literal["function"]
-    name: Id
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: bool | None = None
-
-
-class NamedFunction(Strict):
-    type: Literal["function"]
-    name: Id
-
-
-class ToolMode(Strict):
-    type: Literal["none", "auto", "required"]
-
-
-def _choice(value: JsonValue) -> JsonValue:
-    return {"type": value} if isinstance(value, str) else value
-
-
-ToolChoice = Annotated[
-    Annotated[ToolMode, tagged("none")]
-    | Annotated[ToolMode, tagged("auto")]
-    | Annotated[ToolMode, tagged("required")]
-    | Annotated[NamedFunction, tagged("function")],
-    by_type("none", "auto", "required", "function"),
-    BeforeValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction),
-]
 
 
 class PlainText(Strict):
@@ -93,14 +91,14 @@ class TextOptions(Strict):
         ]
         | None
     ) = None
-    verbosity: Annotated[JsonValue, only("medium")] = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint without effect
 
 
 class ReasoningOptions(Strict):
     """Reasoning is returned in full; there are no summaries."""
 
     effort: JsonValue = None  # checked by the chat
-    summary: Annotated[JsonValue, only("auto")] = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Annotated[JsonValue, only()] = None
 
 
@@ -115,19 +113,21 @@ class ResponsePrompt(Strict):
     instructions: str | None = None
     previous_response_id: Id | None = None
     text: TextOptions | None = None
-    tools: (
-        Annotated[
-            list[Annotated[Tool, of_type("function")]],
-            Field(max_length=1024, fail_fast=True),
-        ]
-        | None
-    ) = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     # not supported yet
     truncation: Annotated[JsonValue, only("disabled")] = None
     conversation: Annotated[JsonValue, only()] = None
+
+    @property
+    def params(self) -> dict[str, str]:
+        """Return patterns of a chat's parameters with their names in this request."""
+        return moved_params(self.tools or ()) | PARAMS
+
+    def callees(self) -> dict[str, Callee]:
+        return callees(self.tools or ())
 
     def chat_with(
         self, model: str, earlier: Sequence[InputItem], items: Sequence[InputItem], **fields: Any
@@ -142,8 +142,8 @@ class ResponsePrompt(Strict):
             "model": model,
             "messages": [*system, *turns([*earlier, *items])],
             "response_format": self._response_format(),
-            "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": self._tool_choice(),
+            "tools": chats_tools(self.tools or ()) or None,
+            "tool_choice": None if self.tool_choice is None else chats_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             **fields,
@@ -156,12 +156,6 @@ class ResponsePrompt(Strict):
             schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
             return {"type": "json_schema", "json_schema": schema}
         return None if form is None else form.model_dump()
-
-    def _tool_choice(self) -> str | dict[str, Any] | None:
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            return {"type": "function", "function": {"name": choice.name}}
-        return None if choice is None else choice.type
 
 
 class InputTokensRequest(ResponsePrompt):
@@ -188,8 +182,9 @@ class ResponsesRequest(ResponsePrompt):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    client_metadata: dict[str, JsonValue] | None = None  # Codex's; ignored
     # not supported yet
-    service_tier: Annotated[JsonValue, only("auto", "default")] = None
+    service_tier: Annotated[JsonValue, only("auto", "default", "flex", "priority")] = None  # served alike
     max_tool_calls: Annotated[JsonValue, only()] = None
     prompt: Annotated[JsonValue, only()] = None
     prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
@@ -239,18 +234,14 @@ def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> 
     """Raises: Rejected, if an output does not belong to an earlier call, or to one that already has an output."""
     calls: set[str] = set()
     for i, item in enumerate([*earlier, *items], -len(earlier)):
-        if isinstance(item, CallItem):
+        if isinstance(item, CallItem | CustomCallItem):
             calls.add(item.call_id)
         elif isinstance(item, CallOutputItem) and item.call_id not in calls:
             at = f"input[{max(i, 0)}].call_id"
-            why = "no 'function_call' before it has this id and no output yet"
+            why = f"no '{item.type.removesuffix('_output')}' before it has this id and no output yet"
             raise Rejected(f"Invalid '{at}': {why}.", param=at, code="invalid_value")
         elif isinstance(item, CallOutputItem):
             calls.remove(item.call_id)
-
-
-def _chats_tool(tool: Tool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
 
 
 class ResponsesUsage(BaseModel):
@@ -355,8 +346,8 @@ class ResponseObject(BaseModel):
             if choice is None
             else choice.type
             if isinstance(choice, ToolMode)
-            else choice.model_dump(),
-            tools=[tool.model_dump() for tool in request.tools or ()],
+            else choice.model_dump(exclude_none=True),
+            tools=[tool.model_dump() for tool in request.tools or () if not isinstance(tool, Search)],
             top_logprobs=request.top_logprobs or 0,
             top_p=top_p,
             user=request.user,

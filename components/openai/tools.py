@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, JsonValue, PlainValidator
+from pydantic import AfterValidator, Field, JsonValue, PlainValidator, ValidationError
 from pydantic_core import from_json
 
 from components.openai.fields import Strict, invalid
@@ -12,7 +12,8 @@ MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 256  # maximum calls of one message
 TYPES: Final = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+MAX_NAME: Final = 64
+Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{MAX_NAME}}}$")]
 
 
 def _parameters(schema: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -67,6 +68,31 @@ class ToolChoice(NamedTuple):
 
     mode: Literal["none", "auto", "required", "named"]
     name: str = ""
+    allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
+
+    def allows(self, name: str) -> bool:
+        return self.allowed is None or name in self.allowed
+
+
+class _Named(Strict):
+    class Function(Strict):
+        """The name alone."""
+
+        name: str
+
+    type: Literal["function"]
+    function: Function
+
+
+class _Allowed(Strict):
+    class Tools(Strict):
+        """The tools, each by its name."""
+
+        mode: Literal["auto", "required"]
+        tools: Annotated[list[_Named], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Tools
 
 
 def _choice(value: JsonValue) -> ToolChoice | None:
@@ -75,14 +101,20 @@ def _choice(value: JsonValue) -> ToolChoice | None:
     for mode in MODES:
         if value == mode:
             return ToolChoice(mode)
-    named = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
-    name = named.get("name") if isinstance(named, dict) else None
-    if not isinstance(value, dict) or not isinstance(named, dict) or not isinstance(name, str):
-        raise invalid("must be 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': …}}")
-    unknown = [key for key in value if key not in {"type", "function"}] or [key for key in named if key != "name"]
-    if unknown:
-        raise invalid(f"has a field that is not known, {unknown[0][:64]!r}")
-    return ToolChoice("named", name)
+    kind = value.get("type") if isinstance(value, dict) else None
+    try:
+        if kind == "allowed_tools":
+            allowed = _Allowed.model_validate(value).allowed_tools
+            return ToolChoice(allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+        return ToolChoice("named", _Named.model_validate(value).function.name)
+    except ValidationError as exc:
+        fault = exc.errors(include_url=False, include_input=False)[0]
+        if isinstance(kind, str) and kind in {"function", "allowed_tools"} and fault["type"] == "extra_forbidden":
+            raise invalid(f"has a field that is not known, {str(fault['loc'][-1])[:64]!r}") from None
+    raise invalid(
+        "must be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': …}} or"
+        " {'type': 'allowed_tools', 'allowed_tools': {'mode': …, 'tools': […]}}"
+    )
 
 
 def _arguments(text: str) -> str:

@@ -146,7 +146,7 @@ def _constraint_of(
     answer_only: bool,
 ) -> AskedConstraint | None:
     """Combine tools and the request's constraint into one constraint. `answer_only`: no calls are possible."""
-    mode, name = conversation.choice
+    mode, name, _ = conversation.choice
     callable_tools = _callable_tools(conversation)
     strict = any(tool.strict for tool in callable_tools)
     if answer_only and (strict or mode in {"required", "named"}):

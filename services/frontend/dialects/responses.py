@@ -18,6 +18,7 @@ from components.openai.items import InputItem, ItemReference, OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
 from components.openai.parts import Parts, filled
 from components.openai.response_events import ResponseEvents, item_of, response_of
+from components.openai.response_tools import Callee
 from components.openai.responses import (
     PARAMS,
     IncompleteDetails,
@@ -56,12 +57,15 @@ class ResponsesDialect(ConversationDialect):
         """`stored`: the store for responses; None: responses are not stored."""
         super().__init__(request_id)
         self._stored = stored
+        self._params = PARAMS
+        self.callees: dict[str, Callee] = {}  # until `read`
         self._remembered: Remembered | None = None  # None: this response is not stored
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
         """Turn the request into a chat that begins with the items of the response that it continues."""
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
+        self._params, self.callees = request.params, request.callees()
         key = caller_of(scope).owner
         record = await self._earlier(request.previous_response_id, key)
         size = size_of(record)
@@ -77,6 +81,7 @@ class ResponsesDialect(ConversationDialect):
 
     async def read_prompt(self, request: InputTokensRequest, model: str, text: TextModel, scope: Scope) -> None:
         """Turn the prompt of a response into a chat, to count its tokens. Raises: Rejected."""
+        self._params = request.params
         key = caller_of(scope).owner
         record = await self._earlier(request.previous_response_id, key)
         size = size_of(record)
@@ -155,7 +160,7 @@ class ResponsesDialect(ConversationDialect):
                 await self.kept(self.over("cancelled", [], generation))
                 raise
             except Exception as exc:
-                error = in_other_words(error_of(exc, self.request_id), PARAMS)
+                error = in_other_words(error_of(exc, self.request_id), self._params)
                 await self.kept(self.over("failed", [], generation, error))
                 raise
 
@@ -165,12 +170,12 @@ class ResponsesDialect(ConversationDialect):
     async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         [mine] = pieces
         size = len(mine) + sum(len(piece.tokens or ()) for piece in mine)
-        items = await generation.text.run(size, partial(items_of, mine, self.request_id, generation))
+        items = await generation.text.run(size, partial(items_of, mine, self, generation))
         response = await self.kept(self.over(status_of(generation), items, generation))
         return filled(response)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        return super().refusal(in_other_words(error, PARAMS))
+        return super().refusal(in_other_words(error, self._params))
 
     def begun(self, generation: Generation) -> ResponseObject:
         sampling = generation.choices[0].prompt.sampling
@@ -213,7 +218,7 @@ class ResponseStream:
     def __init__(self, dialect: ResponsesDialect, generation: Generation) -> None:
         self._dialect = dialect
         self._generation = generation
-        self._events = ResponseEvents(dialect.request_id)
+        self._events = ResponseEvents(dialect.request_id, dialect.callees)
         self._begun = False
         self._ended = False
         self._tokens: list[ShownToken] = []  # without text so far: they are sent with the next ones
@@ -248,7 +253,7 @@ class ResponseStream:
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
 
 
-def items_of(pieces: Sequence[TextDelta], request_id: str, generation: Generation) -> list[OutputItem]:
+def items_of(pieces: Sequence[TextDelta], dialect: ResponsesDialect, generation: Generation) -> list[OutputItem]:
     """Return the items of a whole answer. An answer without text has one empty message."""
     blocks = Blocks()
     tokens: defaultdict[int, list[ShownToken]] = defaultdict(list)  # by the index of a block of text
@@ -262,8 +267,9 @@ def items_of(pieces: Sequence[TextDelta], request_id: str, generation: Generatio
     found = blocks.all or [Block("text", 0)]
     tokens[found[-1].index] += rest
     logprobs = [ChatLogprobs.of(tokens[block.index]).content for block in found]
-    items = [item_of(block, request_id, "completed", of) for block, of in zip(found, logprobs, strict=True)]
-    return [*items[:-1], item_of(found[-1], request_id, end_of(found, generation), logprobs[-1])]
+    of = partial(item_of, request_id=dialect.request_id, callees=dialect.callees)
+    items = [of(block, status="completed", logprobs=shown) for block, shown in zip(found, logprobs, strict=True)]
+    return [*items[:-1], of(found[-1], status=end_of(found, generation), logprobs=logprobs[-1])]
 
 
 def size_of(record: StoredResponse | None) -> int:

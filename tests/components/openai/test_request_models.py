@@ -128,7 +128,7 @@ UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
     ("functions", [{}], [[]]),
     ("modalities", ["audio"], [["text"]]),
     ("audio", {}, []),
-    ("service_tier", "flex", ["auto", "default"]),
+    ("service_tier", "gold", ["auto", "default", "flex", "priority"]),
     ("store", True, [False]),
     ("web_search_options", {}, []),
 ]
@@ -161,8 +161,8 @@ def test_what_we_cannot_honour_is_refused_and_its_neutral_value_is_not(
         ({"function_call": {"name": "f"}}, "'function_call' is not supported: use 'tool_choice'."),
         ({"audio": {}}, "'audio' is not supported: leave it out."),
         (
-            {"service_tier": "flex"},
-            "'service_tier' has a value that this server does not support: send 'auto' or 'default' or leave it out.",
+            {"modalities": ["audio"]},
+            "'modalities' has a value that this server does not support: send ['text'] or leave it out.",
         ),
     ],
 )

@@ -27,6 +27,10 @@ def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named(name) for name in names]}}
+
+
 def test_arguments_with_more_values_than_a_body_may_hold_are_refused() -> None:
     """They are JSON in a JSON string, whose values were not counted: 4 MB of them held the event loop for half a second."""
     arguments = '{"a": [' + "[]," * MAX_VALUES + "[]]}"
@@ -74,6 +78,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "function"}, "tools": [tool()]}, "tool_choice"),
     ({"tool_choice": {"type": "function", "name": "f"}, "tools": [tool()]}, "tool_choice"),
     ({"tool_choice": {**named("f"), "x": 1}, "tools": [tool()]}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "any", "tools": []}}}, "tool_choice"),
+    ({"tool_choice": allowed("required"), "tools": [tool()]}, "tool_choice"),
+    ({"tool_choice": allowed("auto", "g"), "tools": [tool()]}, "tool_choice"),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
@@ -114,6 +121,13 @@ def test_tools_and_their_choice_are_taken() -> None:
         {"name": "f", "description": "d", "parameters": parameters},
         {"name": "g", "parameters": {"type": "object", "properties": {}}},
     ]
+
+
+def test_only_allowed_tools_are_offered() -> None:
+    for mode in ("auto", "required"):
+        told = chat(tools=[tool(), tool("g")], tool_choice=allowed(mode, "g")).conversation()
+        assert [t.function.name for t in told.tools] == ["g"]
+        assert told.choice.mode == mode
 
 
 def test_with_the_choice_none_no_tool_is_offered() -> None:

@@ -61,6 +61,33 @@ BODIES: dict[str, dict[str, Any]] = {
         "include": ["message.output_text.logprobs"],
         "metadata": {"a": "b"},
     },
+    "/v1/responses#tools": {
+        "input": [
+            {"role": "user", "content": "a"},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}], "encrypted_content": "e"},
+            {"type": "custom_tool_call", "call_id": "c1", "name": "c", "input": "i"},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "b"},
+            {"type": "function_call", "call_id": "c2", "namespace": "n", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c2", "output": "b"},
+        ],
+        "max_output_tokens": 16,
+        "tools": [
+            {"type": "namespace", "name": "n", "description": "d", "tools": [{"type": "function", **FUNCTION}]},
+            {
+                "type": "custom",
+                "name": "c",
+                "description": "d",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "g"},
+            },
+            {"type": "web_search", "filters": {"allowed_domains": ["a"]}},
+        ],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "auto",
+            "tools": [{"type": "function", "name": "f", "namespace": "n"}, {"type": "web_search"}],
+        },
+        "client_metadata": {"a": "b"},
+    },
     "/v1/messages": {
         "max_tokens": 16,
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],

@@ -343,6 +343,111 @@ async def test_items_go_back_with_all_fields_that_the_package_knows(thinker: tup
         await client.responses.create(model=MODEL, input=[{**hello, "odd": 1}])
 
 
+CODEX: Any = [  # the tools of Codex, shortened
+    {"type": "function", "name": "exec_command", "parameters": {"type": "object", "properties": {}}, "strict": False},
+    {"type": "namespace", "name": "agents", "description": "d", "tools": [{"type": "function", "name": "close"}]},
+    {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "Edit files.",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+    },
+    {"type": "web_search", "external_web_access": True},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "arguments", "item"),
+    [
+        (
+            "agents__close",
+            '{"a": 1}',
+            {"type": "function_call", "name": "close", "namespace": "agents", "arguments": '{"a": 1}'},
+        ),
+        (
+            "apply_patch",
+            '{"input": "*** é\\n"}',
+            {"type": "custom_tool_call", "name": "apply_patch", "input": "*** é\n"},
+        ),
+        ("apply_patch", '{"in": 1}', {"type": "custom_tool_call", "name": "apply_patch", "input": ""}),
+        ("other", "{}", {"type": "function_call", "name": "other", "arguments": "{}"}),
+    ],
+)
+async def test_calls_of_namespaces_and_custom_tools_have_the_names_of_the_client(
+    thinker: tuple[Any, FakeMesh], stream: bool, name: str, arguments: str, item: dict[str, Any]
+) -> None:
+    """Codex sends such tools with every request, and its first request was refused."""
+    client, mesh = thinker
+    mesh.answer = f'</think><tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+    create = client.responses.with_streaming_response.create
+    async with create(model=MODEL, input="Hello", tools=CODEX, stream=stream) as answer:
+        body = (await answer.read()).decode()
+    response = events_of(body)[-1]["response"] if stream else json.loads(body)
+    [call] = response["output"]
+    assert {key: value for key, value in call.items() if key not in {"id", "call_id", "status"}} == item
+    assert [tool["type"] for tool in response["tools"]] == ["function", "namespace", "custom"]  # no search is offered
+    told = mesh.text.decode(mesh.prompts[0].token_ids)
+    assert "agents__close" in told
+    assert "start: /.+/" in told
+    assert "web_search" not in told
+    if stream and "input" in item:
+        deltas, done = (
+            [event for event in events_of(body) if event["type"] == f"response.custom_tool_call_input.{kind}"]
+            for kind in ("delta", "done")
+        )
+        assert "".join(event["delta"] for event in deltas) == done[0]["input"] == item["input"]
+    output = {"type": item["type"] + "_output", "call_id": call["call_id"], "output": "42"}
+    items = [{"role": "user", "content": "Hello"}, call, output]
+    await client.responses.create(model=MODEL, input=items, tools=CODEX)
+    told = mesh.text.decode(mesh.prompts[1].token_ids)
+    assert f'"name": "{name}"' in told
+    assert "tool\n42\n" in told
+
+
+async def test_what_agents_send_beside_is_accepted(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    """Hints without effect, and reasoning of another server in a conversation that continues here, were refused."""
+    plain = await http.post(URL, json=HELLO)
+    beside = {
+        "client_metadata": {"thread_id": "a", "nested": {"b": 1}},
+        "text": {"verbosity": "low"},
+        "reasoning": {"summary": "detailed"},
+        "service_tier": "priority",
+        "include": ["web_search_call.action.sources"],
+        "tools": [{"type": "web_search", "external_web_access": False, "filters": {"allowed_domains": []}}],
+    }
+    answer = await http.post(URL, json={**HELLO, **beside})
+    assert (plain.status_code, answer.status_code) == (200, 200), answer.text
+    assert mesh.prompts[0].token_ids == mesh.prompts[1].token_ids
+    assert (answer.json()["service_tier"], answer.json()["tools"]) == ("default", [])
+
+
+async def test_reasoning_of_another_server_is_its_summary(thinker: tuple[Any, FakeMesh]) -> None:
+    client, mesh = thinker
+    hello, well = ({"role": "user", "content": text} for text in ("Hello", "Well?"))
+    said = {"role": "assistant", "content": "Hi."}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Greet."}]}
+    for reasoning in ([thought], [{**thought, "encrypted_content": "gAAA"}]):
+        await client.responses.create(model=MODEL, input=[hello, *reasoning, said, well])
+    hidden = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
+    for items in ([hello, hidden, said, well], [hello, said, well]):
+        await client.responses.create(model=MODEL, input=items)
+    one, same, hides, without = (prompt.token_ids for prompt in mesh.prompts)
+    assert one == same
+    assert hides == without
+
+
+async def test_only_allowed_tools_are_offered(thinker: tuple[Any, FakeMesh]) -> None:
+    client, mesh = thinker
+    allowed = [{"type": "function", "name": "close", "namespace": "agents"}, {"type": "web_search"}]
+    choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": allowed}
+    response = await client.responses.create(model=MODEL, input="Hello", tools=CODEX, tool_choice=choice)
+    told = mesh.text.decode(mesh.prompts[0].token_ids)
+    assert "agents__close" in told
+    assert "exec_command" not in told
+    assert response.tool_choice.to_dict() == choice
+
+
 async def test_reasoning_is_switched(thinker: tuple[Any, FakeMesh]) -> None:
     client, mesh = thinker
     await client.responses.create(model=MODEL, input="Hello", reasoning={"effort": "none", "summary": "auto"})
@@ -373,23 +478,39 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "input[0].content[0].type",
         "unsupported_parameter",
     ),
+    ({"input": [{"type": "reasoning", "encrypted_content": 7}]}, "input[0].encrypted_content", "invalid_value"),
+    ({"tools": [{"type": "file_search"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", None),
+    ({"tools": [{"type": "web_search"}, {"type": "function", "name": "a b"}]}, "tools[1].name", "invalid_value"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]}, "tools[0].tools[0].type", None),
     (
-        {"input": [{"type": "reasoning", "encrypted_content": "a"}]},
-        "input[0].encrypted_content",
-        "unsupported_parameter",
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f" * 62}]}]},
+        "tools[0].tools[0].name",
+        "invalid_value",
     ),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_parameter"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "a b"}]}]},
+        "tools[0].tools[0].name",
+        "invalid_value",
+    ),
+    ({"tools": [{"type": "custom", "name": "c", "format": {"type": "ebnf"}}]}, "tools[0].format.type", None),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "any", "tools": []}}, "tool_choice.mode", "invalid_value"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}},
+        "tool_choice",
+        "invalid_value",
+    ),
     ({"tools": [{"type": ["function"], "name": "f"}]}, "tools[0].type", "unsupported_parameter"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "unsupported_parameter"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.name", "missing_required_parameter"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "unsupported_parameter"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "missing_required_parameter"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
-    ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter"),
+    ({"text": {"verbosity": "mute"}}, "text.verbosity", "invalid_value"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_value"),
     ({"reasoning": {"effort": "immense"}}, "reasoning.effort", None),
     ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
+    ({"include": ["file_search_call"]}, "include[0]", "invalid_value"),
     ({"include": ["reasoning.encrypted_content"], "top_logprobs": 2}, "top_logprobs", None),
     ({"top_logprobs": 2}, "top_logprobs", None),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "invalid_value"),
@@ -401,7 +522,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "a"}}, "prompt", "unsupported_parameter"),
     ({"max_tool_calls": 3}, "max_tool_calls", "unsupported_parameter"),
-    ({"service_tier": "flex"}, "service_tier", "unsupported_parameter"),
+    ({"service_tier": "gold"}, "service_tier", "unsupported_parameter"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
     ({"background": True, "stream": True}, "stream", "unsupported_parameter"),
     ({"background": True, "store": False}, "store", None),
