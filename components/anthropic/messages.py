@@ -34,6 +34,8 @@ PARAMS: Final = {  # pattern of a chat's parameter: its name in this API, if dif
     r"parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
+NO_MEDIA: Final = "images and documents are not supported"
+NO_SERVER_TOOLS: Final = "this server runs no tools itself"
 NO_THREADS: Final = "thread_unsupported_request"  # with this code clients send the conversation again without thread
 
 Id = Annotated[str, Field(max_length=256)]
@@ -61,7 +63,7 @@ def _texts(value: JsonValue) -> JsonValue:
 
 
 TextBlocks = Annotated[
-    list[Annotated[TextBlock, of_type("text")]],
+    list[Annotated[TextBlock, of_type("text", note=NO_MEDIA)]],
     Field(max_length=MAX_BLOCKS, fail_fast=True),
     BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock]),
 ]
@@ -95,12 +97,20 @@ class Thinking(Strict):
     signature: str | None = None
 
 
+class RedactedThinking(Strict):
+    """Reasoning of another server, which has the key. The model does not see it."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
 Block = Annotated[
     Annotated[TextBlock, tagged("text")]
     | Annotated[ToolUse, tagged("tool_use")]
     | Annotated[ToolResult, tagged("tool_result")]
-    | Annotated[Thinking, tagged("thinking")],
-    by_type("text", "tool_use", "tool_result", "thinking"),
+    | Annotated[Thinking, tagged("thinking")]
+    | Annotated[RedactedThinking, tagged("redacted_thinking")],
+    by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking", note=NO_MEDIA),
 ]
 Blocks = Annotated[
     list[Block],
@@ -170,7 +180,7 @@ class CountRequest(Strict):
     system: TextBlocks | None = None
     tools: (
         Annotated[
-            list[Annotated[Tool, of_type("custom", default="custom")]],
+            list[Annotated[Tool, of_type("custom", default="custom", note=NO_SERVER_TOOLS)]],
             Field(max_length=MAX_TOOLS, fail_fast=True),
         ]
         | None
@@ -314,7 +324,7 @@ def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[st
         for block in message.content:
             if isinstance(block, ToolResult):
                 made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
-            else:
+            elif not isinstance(block, RedactedThinking):
                 if not made or made[-1]["role"] != message.role:
                     made.append({"role": message.role, "content": None})
                 _add(made[-1], block)

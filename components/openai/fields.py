@@ -106,12 +106,13 @@ def by_type(*kinds: str, default: str = "", note: str = "") -> Discriminator:
     )
 
 
-def of_type(kind: str, default: str = "") -> BeforeValidator:
-    """Check an object's `type` where only one is allowed."""
+def of_type(kind: str, default: str = "", note: str = "") -> BeforeValidator:
+    """Check an object's `type` where only one is allowed. `note`: what the refusal adds."""
+    kinds = kind + (note and f"; {note}")
 
     def check(value: Any) -> Any:
         if isinstance(value, Mapping) and value.get("type", default) not in (kind, None):  # no set: it may be a list
-            raise PydanticCustomError("unsupported", _UNKNOWN_TYPE, {"at": ".type", "kinds": kind})
+            raise PydanticCustomError("unsupported", _UNKNOWN_TYPE, {"at": ".type", "kinds": kinds})
         return value
 
     return BeforeValidator(check)

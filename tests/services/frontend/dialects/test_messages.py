@@ -495,6 +495,30 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not mesh.prompts
 
 
+async def test_a_refusal_says_that_there_are_no_images_and_no_tools_of_the_server(http: httpx.AsyncClient) -> None:
+    """Claude Code shows this to its user: it said only which types are accepted."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+    call = {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]}
+    for messages in (user(image), [*HELLO["messages"], call, *user({**RESULT, "content": [image]})]):
+        refused = await http.post(URL, json={**HELLO, "messages": messages})
+        assert "images and documents are not supported" in error_of(refused, 400, "invalid_request_error")
+    search = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}]
+    refused = await http.post(URL, json={**HELLO, "tools": search})
+    assert "this server runs no tools itself" in error_of(refused, 400, "invalid_request_error")
+
+
+async def test_redacted_thinking_of_another_server_is_left_out(anthropic: Any, mesh: FakeMesh) -> None:
+    """A conversation that began with another server could not continue here."""
+    [hello] = HELLO["messages"]
+    hidden = {"type": "redacted_thinking", "data": "EmwK"}
+    said = {"type": "text", "text": "Hi."}
+    for content in ([hidden, said], [said]):
+        turns = [hello, {"role": "assistant", "content": content}, hello]
+        await anthropic.messages.create(**{**HELLO, "messages": turns})
+    await anthropic.messages.create(**{**HELLO, "messages": [hello, {"role": "assistant", "content": [hidden]}, hello]})
+    assert mesh.prompts[0].token_ids == mesh.prompts[1].token_ids
+
+
 async def test_a_thread_is_refused_so_that_clients_send_the_conversation_without_it(http: httpx.AsyncClient) -> None:
     """Each call of `tool_runner` failed: it uses a thread, and continues without one only after this error code."""
     refused = await http.post(URL, json={**HELLO, "thread": {"type": "create"}})
