@@ -1,5 +1,6 @@
 """Packages that users bring, each in an environment of its own under build/, and a mesh for them to ask."""
 
+import json
 import os
 import secrets
 import shutil
@@ -46,6 +47,27 @@ def client_mesh(
 
 
 @pytest.fixture(scope="session")
+def agent_mesh(
+    etcd_url: str, nats_url: str, tmp_path_factory: pytest.TempPathFactory, real_model_dir: Path
+) -> Iterator[str]:
+    """Base URL of a mock with a long context, because an agent's first prompt has up to 20,000 tokens."""
+    model = tmp_path_factory.mktemp("long")
+    for file in (path for path in real_model_dir.iterdir() if path.suffix in {".json", ".jinja"}):
+        shutil.copy(file, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    env = MOCK | {
+        "MESH_SERVED_MODEL_NAME": SERVED,
+        "MESH_ENGINE__NUM_PAGES": "8192",
+        "MESH_ENGINE__MOCK__SPEEDUP": "50",
+    }
+    home = tmp_path_factory.mktemp("agents")
+    with MeshProcesses(etcd_url, nats_url, f"agents-{secrets.token_hex(3)}", home, f"mock:{model}", env) as mesh:
+        mesh.start("bootstrap", "prefill", "decode", "frontend")
+        yield mesh.one("frontend").url
+
+
+@pytest.fixture(scope="session")
 def client_python() -> Path:
     """The interpreter that has the packages of requirements.txt."""
     return _environment("python", "requirements.txt")
@@ -73,13 +95,23 @@ def phoenix() -> Path:
 @pytest.fixture(scope="session")
 def node_modules() -> Path:
     """A directory for NODE_PATH with the packages of package.json."""
+    return _modules("node", "package.json")
+
+
+@pytest.fixture(scope="session")
+def agent_modules() -> Path:
+    """The packages of agents-package.json; in a directory of their own, because they bring large programs."""
+    return _modules("agents", "agents-package.json")
+
+
+def _modules(name: str, listed: str) -> Path:
     for command, package in (("node", "nodejs"), ("npm", "npm")):
         if shutil.which(command) is None:
             pytest.skip(f"needs {command} (on Debian: apt install {package})")
-    wanted, home = Path(__file__).with_name("package.json"), BUILD / "node"
+    wanted, home = Path(__file__).with_name(listed), BUILD / name
     home.mkdir(parents=True, exist_ok=True)
     if not _is(home / "set-up", wanted):
-        shutil.copy(wanted, home)
+        shutil.copy(wanted, home / "package.json")
         subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=home, check=True)
         shutil.copy(wanted, home / "set-up")
     return home / "node_modules"
