@@ -30,7 +30,7 @@ class InstanceBook:
         return sorted((r for r in self._records.values() if r.role == role), key=lambda r: r.instance_id)
 
     def find(self, role: Role, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
-        """Return a record, if there is one. An instance id is unique only within a role."""
+        """An instance id is unique only within a role."""
         for record in self._records.values():
             if record.instance_id == instance_id and record.role == role and epoch in (None, record.epoch):
                 return record

@@ -227,7 +227,7 @@ class _SecureClient(etcd3.Etcd3Client):  # type: ignore[misc]
 
 
 def _prove_quorum(client: Any, timeout_s: float) -> None:
-    """Check that the member has a quorum. Raises: grpc.RpcError."""
+    """Raises: grpc.RpcError."""
     try:
         # a linearizable read needs a quorum, `status` does not
         client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)

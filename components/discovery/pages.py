@@ -35,7 +35,6 @@ def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost")
     """Return a target for every registered instance that has a metrics page.
 
     Args:
-        book: the instances.
         namespace: a label.
         asked: host and port at which the scraper reached this process. If that is no loopback address, the scraper is on
             another host, so loopback pages of this host are listed under the host's name.

@@ -274,10 +274,7 @@ def check_readable(url: str, namespace: str, access: EtcdAccess = ANYONE) -> Non
 
 
 def remove_record(url: str, namespace: str, role: str, instance_id: str, access: EtcdAccess = ANYONE) -> None:
-    """Remove an ended process's record before its lease expires. Blocks.
-
-    Raises: BackendUnavailable.
-    """
+    """Remove an ended process's record before its lease expires. Blocks. Raises: BackendUnavailable."""
     with etcd_client(url, access) as client:
         client.delete(_key(_prefix(namespace), role, instance_id))
 

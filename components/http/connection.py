@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _end_cycles(self) -> None:
-        """Notify all requests of the disconnect; uvicorn notifies only the last."""
+        """uvicorn notifies only the last."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -264,7 +264,6 @@ class Connection(HttpToolsProtocol):
         return self._waits is Waits.REQUEST and not self._is_serving
 
     def _reads_too_little(self, now_s: float) -> bool:
-        """Return whether the client is a slow consumer."""
         writer = self._writer
         is_full = self.flow.write_paused or writer.is_closing() or self.is_idle
         waiting, undelivered = writer.get_write_buffer_size(), 0

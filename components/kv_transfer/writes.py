@@ -18,7 +18,6 @@ from components.wire.layout import KvLayout, of_shard
 
 
 def of_rank(peer: KvEndpoint, rank: int) -> KvEndpoint:
-    """Return the endpoint of one rank of a peer."""
     layout = of_shard(peer.layout, rank, peer.layout.shards)
     if rank == 0:
         return msgspec.structs.replace(peer, followers=[])
@@ -103,11 +102,7 @@ class Writes:
             await self._transfer.disconnect(one)
 
     def write(self, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
-        """Copy tokens. No rank posts anything after the deadline.
-
-        Returns: an awaitable of the bytes that have landed, which may be done already.
-        Raises: TransferFailed or DeadlineExceeded, when no byte is in flight any more but not all have landed.
-        """
+        """Copy tokens. The awaitable is as that of `KvTransfer.write_pages`."""
         if not self.connections and not peer.followers:
             return write_rank(self._transfer, peer, copy, deadline_unix_ms)
         tokens = (copy.tokens.start, copy.tokens.stop)

@@ -135,7 +135,7 @@ class Bus:
             await self.client.flush()
 
     def check_size(self, subject: str, data: bytes, what: str = "message") -> None:
-        """Raise MessageTooLarge if NATS would refuse `data`."""
+        """Raises: MessageTooLarge, if NATS would refuse `data`."""
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(
                 f"{what} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "

@@ -62,7 +62,6 @@ async def subscribed(
 
     Args:
         subject: with `*` for the instance id.
-        handler: see `Bus.subscription`.
         following: None: always.
     """
     if following is None:

@@ -61,7 +61,7 @@ class FrameOrder:
             self._last_frame_s = self._loop.time()
 
     def arrived(self, frame: TokenFrame) -> bool:
-        """Deal a frame, or hold it after a gap. Return False for a duplicate."""
+        """Deliver a frame, or hold it after a gap. Return False for a duplicate."""
         if frame.number < self._expected or frame.number in self._held:
             return False
         self._last_frame_s = self._loop.time()

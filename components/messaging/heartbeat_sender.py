@@ -37,7 +37,7 @@ def heartbeat_of(
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
-    """Build a heartbeat. `load`: of the latest step. `is_stepping`: another step has begun, and may hang."""
+    """`load`: of the latest step. `is_stepping`: another step has begun, and may hang."""
     return Heartbeat(
         instance_id=instance_id,
         epoch=epoch,

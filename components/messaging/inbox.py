@@ -253,7 +253,7 @@ class StreamInbox:
             asyncio.get_running_loop().call_soon(self._deliver)
 
     def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
-        """Cancel a closed stream again if it still sends tokens, because NATS may have lost the cancellation."""
+        """NATS may have lost the cancellation."""
         if item.finish is not None or item.error is not None:
             source.unwanted.pop(item.stream_id, None)
             return
@@ -281,7 +281,7 @@ def _joined(items: Sequence[StreamItem]) -> StreamItem:
 
 
 def _broken(cause: Exception) -> InvariantBroken:
-    """Return the error for a bug in our own reader, which must not move the stream."""
+    """A bug in our own reader must not move the stream."""
     error = InvariantBroken(f"a stream's reader: {cause}")
     error.__cause__ = cause
     return error

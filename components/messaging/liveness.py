@@ -155,7 +155,7 @@ class Liveness:
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
-        """Keep querying this instance within the context, because work in progress depends on it."""
+        """Keep querying this instance, because work in progress depends on it."""
         self._watched[instance_id] += 1
         try:
             yield

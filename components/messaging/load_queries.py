@@ -18,7 +18,7 @@ from components.wire.instances import InstanceRecord
 
 ANSWER_TIMEOUT_S: Final = 0.1  # after this time the prompt is routed without the answer
 CALL_TIMEOUT_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
-MAX_BACKOFF_S: Final = 5.0  # longest back-off between queries to a lost instance
+MAX_BACKOFF_S: Final = 5.0  # between queries to a lost instance
 
 
 class LoadQueries:

@@ -20,10 +20,10 @@ from components.messaging.call_server import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-CALL_INTERVAL_S: Final = 5.0  # between calls to a missing instance
+CALL_INTERVAL_S: Final = 5.0  # to a missing instance
 JITTER_PER_INSTANCE_S: Final = 0.1  # delay per missing instance, as most register again before they are called
 RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
-MAX_CONCURRENT_CALLS: Final = 64  # concurrent calls
+MAX_CONCURRENT_CALLS: Final = 64
 
 
 def present_endpoint(registration: Registration) -> Endpoint:

@@ -18,7 +18,7 @@ from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted
 MAX_SECONDS: Final = 60.0  # a second takes up to 10 MB, uncompressed
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
 READY_TIMEOUT_S: Final = 2.0  # wait for a profile to be ready before an empty answer
-MAX_KEPT_PROFILES: Final = 2  # number of profiles; a new one removes the oldest
+MAX_KEPT_PROFILES: Final = 2  # a new one removes the oldest
 
 
 class Profiler(Protocol):
@@ -74,7 +74,7 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Return the next bytes of a profile; none if it is not ready.
+        """Return no bytes if the profile is not ready.
 
         Raises: Rejected, or the error of the recording.
         """
@@ -100,7 +100,7 @@ class Profiles:
             self._home.cleanup()
 
     async def _begin(self) -> Path:
-        """Start the profiler. Returns: the directory for its files, which is removed if the start fails."""
+        """Return the directory for the profiler's files, which is removed if the start fails."""
         home = self._home or tempfile.TemporaryDirectory(
             prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
         )

@@ -58,7 +58,7 @@ class Records:
         self._create_failed_s = -math.inf  # monotonic
 
     async def open(self) -> Self:
-        """Create the stream, or give it this configuration in place of an earlier one. Return these records.
+        """Create the stream, or give it this configuration in place of an earlier one.
 
         Raises: NoJetStream; BackendUnavailable, also if there is no stream and it cannot be created.
         """
@@ -79,7 +79,7 @@ class Records:
         return self
 
     async def make(self) -> None:
-        """Create the stream or change its configuration. Raises: BackendUnavailable."""
+        """Raises: BackendUnavailable."""
         await self._repeated(self._create)
 
     async def put(self, key: str, value: bytes, revision: int | None = None) -> int | None:

@@ -89,7 +89,7 @@ class Needs:
             trend.forget()
 
     def needs(self, now: Observation, total: Span, *, steady_s: float, ahead_s: float) -> dict[Planned, Need]:
-        """Return each role's need. `total`: the window before `now`.
+        """`total`: the window before `now`.
 
         Args:
             steady_s: time since the number of workers changed, or one was missing.

@@ -13,7 +13,7 @@ from components.planning.samples import PLANNED, Observation, Planned
 
 log = logging.getLogger(__name__)
 
-LONGEST_PATIENCE: Final = 16  # upper bound of `patience`
+LONGEST_PATIENCE: Final = 16
 GAP: Final = 3.0  # longest gap between observations, as a multiple of `every_s`
 
 
@@ -100,7 +100,7 @@ class Planner:
         self._start_s = pace.start_s  # start time of a worker
 
     def took(self, change: Change, now_s: float) -> None:
-        """Record that a change was requested. The next one waits for its effect."""
+        """The next change waits for the effect of this one."""
         self._pending = _Pending(change, now_s, self._last.serving(change.role), self._last.draining(change.role))
         role = self._roles[change.role]
         regret_s = 4 * self._pace.down_after_s

@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class FrontendSample:
-    """A frontend's histograms since the start of its process."""
+    """Histograms since the start of the process."""
 
     instance_id: str
     ttft: Histogram = field(default_factory=Histogram)

@@ -19,12 +19,12 @@ from components.routing.router import RouteChoice, Router
 FIRST_DEPTH_TOKENS: Final = 512
 DEPTH_GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
 MAX_DEPTHS: Final = 12
-CANDIDATES_PER_LATER_ROUND: Final = 6  # instances per later round, from all depths
+CANDIDATES_PER_LATER_ROUND: Final = 6  # from all depths
 MAX_REMEMBERED_KEYS: Final = 4096
 MIN_BURST: Final = 32.0
 BURST_S: Final = 20.0  # capacity of the token bucket, in seconds of its rate
-MIN_QUERIES_PER_ROUND: Final = 2  # queries per round
-MAX_SHARE_PER_ROUND: Final = 0.1  # share of the allowance per round
+MIN_QUERIES_PER_ROUND: Final = 2
+MAX_SHARE_PER_ROUND: Final = 0.1  # of the allowance
 
 
 class Round(NamedTuple):

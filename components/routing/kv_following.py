@@ -58,7 +58,7 @@ class KvFollower:
         self.needs_dump = self._became_stale = True
 
     def dump_asked(self) -> int | None:
-        """Return the batch number to send with the dump request. A worker that has no later batch sends no dump."""
+        """Return the number for the dump request. A worker without a later batch sends no dump."""
         self._became_stale = False
         return None if self.missing else self.number
 

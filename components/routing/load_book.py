@@ -97,7 +97,7 @@ class LoadBook:
             del self._own_requests[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> RoutedRequest | None:
-        """Record a request that is sent to an instance. Returns None for an unknown instance."""
+        """Return None for an unknown instance."""
         self.expire(now_s)
         instance = self._instances.get(instance_id)
         if instance is None:

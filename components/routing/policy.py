@@ -197,7 +197,7 @@ class LeastLoad:
         return PolicyChoice(members[at], why, cost_table(members, costs) if request.explain else None)
 
 
-BUCKET_HISTORY_PROMPTS: Final = 1024  # prompts
+BUCKET_HISTORY_PROMPTS: Final = 1024
 LEARN_INTERVAL_PROMPTS: Final = 64
 BALANCE_ABS_TOKENS: Final = 16384
 BALANCE_REL: Final = 1.5

@@ -18,7 +18,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
-MAX_SHOWN_CANDIDATES: Final = 8  # candidates in a span
+MAX_SHOWN_CANDIDATES: Final = 8  # in a span
 # errors that count as an instance's failure
 INSTANCE_FAILURES: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 

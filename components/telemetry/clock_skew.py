@@ -1,10 +1,10 @@
 """Corrects the times of a trace whose processes have different clocks.
 
-A call cannot begin before its caller's span begins, nor after it ends. If the times contradict this, one of the clocks is
-wrong. All spans of the called process are then shifted by the same time, so that its earliest call begins with the
-caller's span. Network delay is unknown and shown as zero. A smaller skew, which contradicts no call, is not corrected.
+A call cannot begin before its caller's span begins, nor after it ends. If the times contradict this, all spans of the
+called process are shifted equally, so that its earliest call begins with the caller's span. Network delay is unknown and
+shown as zero. A smaller skew, which contradicts no call, is not corrected.
 
-Source: the clock-skew adjuster of Dapper's descendants, such as Jaeger; here with one shift for each process.
+Source: Jaeger's clock-skew adjuster; here with one shift per process.
 """
 
 from collections import defaultdict
@@ -15,12 +15,12 @@ from typing import Final
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import root_of
 
-SHIFT: Final = "kvmesh.clock_shift_ms"  # attribute of each shifted span: shown time minus the time of its own clock
-TOLERATED_NS: Final = 1_000_000  # smaller contradictions are ignored
+SHIFT: Final = "kvmesh.clock_shift_ms"  # span attribute: shown time minus the time of the process's own clock
+TOLERATED_NS: Final = 1_000_000
 
 
 def corrected(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of one trace, sorted by start time, by the clock of its root. Shifted ones have the attribute SHIFT."""
+    """Return one trace's spans by the clock of its root, sorted by start time. Shifted ones have the attribute SHIFT."""
     if not spans:
         return []
     shifts = _shifts(spans)
@@ -31,7 +31,7 @@ def corrected(spans: Sequence[Span]) -> list[Span]:
 
 
 def shift_of(spans: Sequence[Span]) -> dict[str, float]:
-    """Return the shift of each process that was shifted, in milliseconds."""
+    """Return milliseconds by shifted process."""
     return {span.service: span.attributes[SHIFT] for span in spans if SHIFT in span.attributes}
 
 
@@ -54,7 +54,7 @@ def _shifts(spans: Sequence[Span]) -> dict[str, int]:
 
 
 def _shift(calls: Sequence[tuple[int, Span, Span]]) -> int:
-    """Return the shift of one process. `calls` to it: the caller's shift, the caller's span, the called span."""
+    """`calls` to one process: the caller's shift, the caller's span, the called span."""
     if not any(_is_impossible(*call) for call in calls):
         return 0
     return max(parent.start_ns + shift - child.start_ns for shift, parent, child in calls)

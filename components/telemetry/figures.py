@@ -1,4 +1,4 @@
-"""The figures of a process, which are read when its status or metrics page is requested."""
+"""The figures of a process, read when its status or metrics page is requested."""
 
 import heapq
 import logging
@@ -25,7 +25,6 @@ class Queue(NamedTuple):
 
 
 def queues_of(lifecycles: Iterable[Lifecycle[S]], states: Iterable[S]) -> dict[str, Queue]:
-    """Return the length and the oldest age of each of `states`."""
     now_s = time.monotonic()
     lengths: dict[str, int] = dict.fromkeys(map(str, states), 0)
     oldest: dict[str, float] = dict.fromkeys(lengths, 0.0)

@@ -1,7 +1,7 @@
-"""Tail sampling: spans of a trace that is not sampled are held until its request ends, which decides.
+"""Tail sampling: spans of a trace that is not sampled are held until its request ends.
 
-The process with the request's root span decides: it keeps requests that failed, moved or were slow. It announces the
-trace ids that it keeps, and the other processes export the spans that they hold of these. All other spans expire.
+The process with the root span keeps requests that failed, moved or were slow. It announces their trace ids, and the
+other processes export the spans that they hold of these. All other spans expire.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ KEPT_PER_S: Final = 20.0  # rate limit for kept traces, as there may be many fai
 
 
 class HeldTraces:
-    """Receives the ended spans of requests; exports those of sampled traces and holds the others."""
+    """Exports the ended spans of sampled traces, and holds the others."""
 
     def __init__(self, export: Callable[[LightSpan], None], rate: TokenBucket | None = None) -> None:
         self._export = export
@@ -35,7 +35,7 @@ class HeldTraces:
         self.over_limit = 0  # dropped spans of failed, moved or slow requests beyond `rate`
 
     def announce_to(self, announce: Callable[[int], None] | None) -> None:
-        """Call `announce` with the id of each trace that this process decides to keep."""
+        """`announce` gets the id of each trace that this process decides to keep."""
         self._announce = announce
 
     def take(self, span: LightSpan) -> None:

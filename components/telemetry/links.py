@@ -63,8 +63,7 @@ class Links:
 
 
 def links_between(known: Mapping[str, str], reported: Mapping[str, Sequence[LinkStatus]]) -> dict[Ends, LinkStatus]:
-    """Return the links between known instances. Both ends count a transfer. The larger count is used, because a restarted
-    end counts from zero.
+    """Both ends count a transfer. The larger count is used, because a restarted end counts from zero.
 
     Args:
         known: roles by instance id.

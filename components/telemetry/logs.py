@@ -76,7 +76,7 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
 
 
 class PlainLines:
-    """Formats a line as time of day, event and facts, for `services.local`. Shows the level from warning upwards."""
+    """Formats a line as time of day, event and facts, for `services.local`."""
 
     def __init__(self, *, colours: bool) -> None:
         self._colours = colours
@@ -98,12 +98,12 @@ class PlainLines:
 
 
 def with_level(level: str, event: str) -> str:
-    """Return the event, preceded by the level if that is warning or higher."""
+    """Put the level before the event, if it is warning or higher."""
     return f"{level}: {event}" if level in COLOURS else event
 
 
 def printable(text: str) -> str:
-    """Escape unprintable characters. Clients' data is in many lines, and a newline in it would forge a line."""
+    """Escape unprintable characters: a newline in a client's data would forge a line."""
     if text.isprintable():
         return text
     return "".join([each if each.isprintable() else each.encode("unicode_escape").decode() for each in text])

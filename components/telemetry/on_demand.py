@@ -11,7 +11,7 @@ ByLabel = Mapping[tuple[str, ...], float]
 
 
 class OnDemand(Collector):
-    """Collects gauges and counters. Their `value` functions return a number, or numbers by the values of `labels`."""
+    """`value` functions return a number, or numbers by the values of `labels`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: list[Callable[[], Family]] = []

@@ -32,7 +32,7 @@ OTLP: Final = "application/x-protobuf"
 
 class OtlpSender:
     def __init__(self, endpoint: str, ca: Path | None = None) -> None:
-        """`ca`: PEM file of the authorities that the receiver's certificate is checked against; None: the system's."""
+        """`ca`: PEM file of the receiver's authorities; None: the system's."""
         self._ca = ca
         address = urlsplit(endpoint)
         self._place = without_password(endpoint)  # for log messages
@@ -68,7 +68,7 @@ class OtlpSender:
         self.send_waiting()
 
     def send_waiting(self, *, last: bool = False) -> None:
-        """Send queued requests. `last`: this process is ending, so try once, then drop the rest."""
+        """`last`: this process is ending, so try once, then drop the rest."""
         if last and self._waiting and not self._waiting[0][2]:
             self._waiting.popleft()  # the greeting
         if last or time.monotonic() >= self._not_before:
@@ -153,7 +153,7 @@ class OtlpSender:
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext:
-    """Return a context that trusts the authorities in the file that OpenTelemetry's variable names, else those in `ca`.
+    """Trust the authorities in the file that OpenTelemetry's variable names, else those in `ca`.
 
     Raises: OSError, with the file's name.
     """

@@ -64,5 +64,5 @@ def _add(span: LightSpan, fields: list[tuple[Any, ...]]) -> None:
 
 
 def unpack_spans(data: bytes) -> list[PackedSpan]:
-    """Decode packed spans. Raises: msgspec.DecodeError."""
+    """Raises: msgspec.DecodeError."""
     return _decoder.decode(data)

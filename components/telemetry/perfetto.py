@@ -13,7 +13,7 @@ CATEGORY: Final = "kvmesh"
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """Convert the spans of one trace, at least one. Calls between processes are shown as arrows."""
+    """`spans`: of one trace, at least one. Calls between processes are shown as arrows."""
     began_ns = min(span.start_ns for span in spans)
     pids = {service: number for number, service in enumerate(dict.fromkeys(s.service for s in spans), 1)}
     lanes = _lanes(spans)

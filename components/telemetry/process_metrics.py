@@ -15,7 +15,6 @@ BREAKER_STATES: Final = ("closed", "open", "half_open")
 
 
 def show_process(figures: Figures, registry: CollectorRegistry) -> None:
-    """Add metrics of the process, its backends and its event loop, and of queues, pages and peers if it has any."""
     ProcessCollector(registry=registry)
     about = {
         "role": figures.role,

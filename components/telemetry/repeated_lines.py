@@ -124,7 +124,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> Hashable:
-    """Return the key under which equal lines are counted. It includes the place where a traceback was raised.
+    """The key includes the place where a traceback was raised.
 
     Libraries put facts into their messages, so their lines are equal if they come from one place in their code.
     """

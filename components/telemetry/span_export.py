@@ -41,17 +41,17 @@ class SpanExport:
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
     def is_observed(self) -> bool | None:
-        """Return whether the receiver is an observer; None if it has not answered yet."""
+        """None: the receiver has not answered yet."""
         return self._sender is not None and self._sender.is_observer
 
     def takes_metrics(self) -> bool | None:
-        """Return whether the receiver accepts metrics, which an observer does not; None if it has not answered yet."""
+        """An observer accepts no metrics. None: the receiver has not answered yet."""
         is_observed = self.is_observed()
         return None if is_observed is None else not is_observed
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Spans that this process dropped, by cause. Those of `receiver_*` may still be in the file."""
+        """Spans by cause. Those of `receiver_*` may still be in the file."""
         sender = self._sender
         return {
             "export_slow": self._too_many,
@@ -98,7 +98,7 @@ class SpanExport:
             log.exception("spans not exported")  # the next batch may succeed
 
     def export(self) -> None:
-        """Export the queued spans. Call it only on the export thread."""
+        """Call it only on the export thread."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
             sender, traces = self._sender, by_trace(batch)
             num_spans = sum(1 + len(span.steps) for span in batch)
@@ -122,7 +122,7 @@ def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
 
 
 def pieces_of(traces: Sequence[Sequence[LightSpan]]) -> list[Piece]:
-    """Return one piece per trace. `traces`: the spans of each, with their descendants."""
+    """`traces`: the spans of each, with their descendants."""
     pieces = []
     for found in traces:
         num_spans, packed = pack_spans(found)

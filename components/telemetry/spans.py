@@ -54,9 +54,9 @@ class Spans(trace.Tracer):
     """A tracer that limits the number of new traces per second."""
 
     def __init__(self, sink: Sink | None = None, rate: TokenBucket | None = None, *, holds: bool = False) -> None:
-        """`sink` is called with each request's span, with its descendants, when it ends; without one, nothing is recorded.
+        """`sink` gets each request's ended span with its descendants; without one, nothing is recorded.
 
-        `holds`: whether it also gets the spans of traces that are not sampled. Their "sampled" flag is not set.
+        `holds`: it also gets spans of traces that are not sampled. Their "sampled" flag is not set.
         """
         self._sink = sink
         self._rate = rate
@@ -67,7 +67,7 @@ class Spans(trace.Tracer):
         self._rate = rate
 
     def record_to(self, sink: Sink | None, *, holds: bool, held_per_s: float = inf) -> None:
-        """Set the sink. `held_per_s` limits new held traces, whose spans cost as much as those of sampled ones."""
+        """`held_per_s` limits new held traces, whose spans cost as much as those of sampled ones."""
         self._sink, self.holds, self._held = sink, holds, TokenBucket(held_per_s)
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
@@ -212,10 +212,7 @@ def _inside(span: trace.Span) -> Context:
 
 
 def called_span_id(caller: int, instance_id: str) -> int:
-    """Return the id of the span that `start_called_span` makes, from the id of its parent.
-
-    It differs for each pair of caller and instance.
-    """
+    """Return the id of the span that `start_called_span` makes. It differs for each pair of caller and instance."""
     return (caller ^ _number_of(instance_id)) * _ODD & _MASK or 1
 
 
@@ -274,7 +271,7 @@ NO_STEP: Final = _NoStep()
 def step(
     name: str, of: trace.Span | None = None, start_ns: int = 0, kind: trace.SpanKind = trace.SpanKind.INTERNAL
 ) -> Step:
-    """Return a step of `of`, or of the current span, which lasts as long as the body. It is not a parent of other spans."""
+    """Return a step of `of`, or of the current span."""
     span = of or trace.get_current_span()
     return Step(span, name, start_ns or time.time_ns(), kind) if span.__class__ is LightSpan else NO_STEP
 

@@ -86,7 +86,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def inode_of(path: Path) -> int:
-    """Return the file's inode; 0 if there is no such file."""
+    """Return 0 if there is no such file."""
     try:
         return path.stat().st_ino
     except OSError:

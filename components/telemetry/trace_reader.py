@@ -42,7 +42,7 @@ class Beginning:
 
 
 def beginning_of(spans: Sequence[Span], most: int, tenant: str | None) -> Beginning:
-    """Return the first `most` spans. `tenant`: only the spans of its requests; None: all."""
+    """`tenant`: only the spans of its requests; None: all."""
     found = corrected(spans if tenant is None else of_tenant(spans, tenant))
     return Beginning(found[:most], max(0, len(found) - most))
 
@@ -136,7 +136,7 @@ class ObserverTraceReader:
         return Beginning(spans, answer["left_out"])
 
     def answers(self) -> bool:
-        """Return whether the URL is that of an observer, not of another OTLP receiver."""
+        """Return whether the URL is that of an observer."""
         try:
             self.listed("recent", 0)
         except TracesUnavailable:

@@ -147,7 +147,7 @@ class TraceStore:
         }
 
     def _containing(self, text: str) -> list[tuple[int, list[str]]]:
-        """Return the batches whose trace ids contain `text`, each with its trace ids."""
+        """Return batches, each with all its trace ids."""
         rows = self._rows("select batch, trace_ids from batches where instr(trace_ids, ?)", (text,))
         return [(batch, _split(trace_ids)) for batch, trace_ids in rows]
 
@@ -187,7 +187,7 @@ class TraceWriter:
         self._writes = 0
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
-        """Write the spans; return False if they are lost. Every `TRIM_EVERY` writes, trim the file."""
+        """Return False if the spans are lost."""
         try:
             try:
                 when_free(lambda: self._write(service, pieces))
@@ -236,7 +236,7 @@ class TraceWriter:
         return self._connection
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        """Check the file, because otherwise only readers might notice damage. Raises: sqlite3.Error, if it is damaged."""
+        """Without this check, only readers might notice damage. Raises: sqlite3.Error, if the file is damaged."""
         if self._inode != self._checked_inode:
             [(found,)] = connection.execute("pragma quick_check(1)").fetchall()
             if found != "ok":

@@ -39,7 +39,7 @@ class TraceSummary:
     decode_ids: tuple[str, ...]  # instances in the order of their use; several if the request moved
     prefill_ids: tuple[str, ...]
     num_spans: int
-    tenant: str = ""  # tenant of the API key; empty without one
+    tenant: str = ""  # empty without an API key
 
 
 def root_of(spans: Sequence[Span]) -> Span:
@@ -50,13 +50,13 @@ def root_of(spans: Sequence[Span]) -> Span:
 
 
 def of_tenant(spans: Sequence[Span], tenant: str) -> list[Span]:
-    """Return the spans of the tenant's requests. A client may put requests of several tenants into one trace."""
+    """A client may put requests of several tenants into one trace."""
     by_id = {span.span_id: span for span in spans}
     return [span for span in spans if _tenant_of(span, by_id) == tenant]
 
 
 def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
-    """Return the tenant of the request that `span` belongs to; None if its root was not kept or had no API key."""
+    """Return None if the request's root was not kept or had no API key."""
     at: Span | None = span
     for _ in range(len(by_id)):  # parents may form a cycle in received spans
         if at is None or TENANT in at.attributes:
@@ -66,7 +66,7 @@ def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
 
 
 def summary_of(spans: Sequence[Span], now_s: float | None = None) -> TraceSummary:
-    """Summarise a trace. `spans`: its spans by start time, at least one.
+    """`spans`: of one trace, by start time, at least one.
 
     `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span is then
     running, or its frontend was lost.

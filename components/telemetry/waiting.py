@@ -18,7 +18,6 @@ LOG_INTERVAL_S: Final = 10.0
 
 @asynccontextmanager
 async def waiting_logged(what: str, url: str) -> AsyncIterator[None]:
-    """Log after `FIRST_S`, then every `LOG_INTERVAL_S`."""
     async with background(_log_waiting(what, without_password(url)), f"waiting-for-{what}"):
         yield
 

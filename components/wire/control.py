@@ -10,7 +10,7 @@ Work = Literal["go-on", "drain", "stop"]
 
 @message("control.v1")
 class Control(Struct):
-    """Settings to change. Fields that are left out do not change."""
+    """Settings that are left out do not change."""
 
     log_level: LogLevel | None = None
     logger: str = ""  # logger whose level is set; "": all

@@ -30,8 +30,6 @@ PLAIN: Final = (None, None, 0, 0, None, None, None, None)  # an item's fields af
 
 @message("generate.v5")  # new with each FRAME_VERSION
 class GenerateRequest(Dated):
-    """A request. After a move it is sent again, with the tokens generated so far."""
-
     sent_by = "frontend"
 
     request_id: str
@@ -81,8 +79,6 @@ class FramesResent(Struct):
 
 
 class PromptOrigin(NamedTuple):
-    """Where a prompt was computed."""
-
     prefill: str = ""  # id of the chosen prefill instance, whose transfer may have failed
     why_local: str = ""  # reason, if decode computed the prompt
 
@@ -103,7 +99,7 @@ class StreamItem(NamedTuple):
 
 
 def num_seqs(token_ids: Sequence[int]) -> int:
-    """Return how many sequence numbers an item takes: one for each token, but at least one."""
+    """An item takes a sequence number for each token, but at least one."""
     return len(token_ids) or 1
 
 

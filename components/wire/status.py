@@ -1,4 +1,4 @@
-"""What a process reports about itself, on `<subject>.status`."""
+"""A process's own report, on `<subject>.status`."""
 
 from msgspec import field
 
@@ -11,7 +11,7 @@ class StatusRequest(Struct):
 
 
 class RoomStatus(Struct):
-    """One transfer. Its ages are by the clock of the process that reports it."""
+    """One transfer, aged by the clock of the process that reports it."""
 
     room: str
     request_id: str
@@ -27,7 +27,7 @@ class LinkStatus(Struct):
     transfers: int = 0  # completed
     failures: int = 0
     bytes: int = 0
-    seconds: float = 0.0  # of completed transfers, added up
+    seconds: float = 0.0  # of completed transfers
     bytes_per_s: float = 0.0  # of the last seconds
 
 
@@ -72,7 +72,7 @@ class Status(Struct):
     event_loop_lag_s: float = 0.0  # worst of the last seconds
     etcd_contact_age_s: float = 0.0
     nats_contact_age_s: float = 0.0
-    layout: str = ""  # of a worker's KV pages: instances whose text is the same may exchange them
+    layout: str = ""  # `KvLayout.text`
     kv_transfer: str = ""  # backend
     kv_transport: str = ""  # what moves the bytes, such as "tcp"; empty: unknown
     queues: dict[str, int] = field(default_factory=dict)  # requests or transfers, by state
