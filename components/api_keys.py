@@ -54,7 +54,7 @@ class KeyLimits:
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    best_priority: int | None = None  # lower is served first; None: the frontend's setting
+    best_priority: int | None = None  # None: the frontend's setting
 
     @property
     def per_minute(self) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are read again when they change, so that a process can be given new ones without a restart."""
+"""Files that are read again when they change, so that no restart is needed."""
 
 import logging
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class FollowedFiles(Generic[T]):
-    """What some files hold. A change that cannot be read is logged once, and the last good content stays in use."""
+    """A change that cannot be read is logged once, and the last good content stays in use."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
         self._files = files

@@ -37,7 +37,7 @@ def call(verb: str, of: str, by: str) -> Iterator[Line]:
 
 
 def news(verb: str, of: str, to: str) -> Iterator[Line]:
-    """What instances publish on their own subjects."""
+    """Messages of instances on their own subjects."""
     for role in of.split():
         yield Line(f"{role}.*.{verb}", (role,), tuple(to.split()), is_news=True)
 
@@ -92,7 +92,7 @@ SEARCHES: Final = {
 
 
 def answer_subject(inbox: str, subject: str, number: int | str) -> str:
-    """Where a call on `subject` is answered.
+    """The reply subject of a call on `subject`.
 
     It names the instance that is called, so that others have no right to answer. NATS's own `allow_responses` gives more:
     a user that may call itself could choose any subject for the answer, and publish there.

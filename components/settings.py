@@ -181,7 +181,6 @@ class MeshSettings(BaseSettings):
 
     @classmethod
     def read(cls, argv: list[str] | None = None) -> Self:
-        """A wrong setting ends the process with a line that names it."""
         faults = misspelled(os.environ, cls)
         if faults:
             refuse("\n".join(faults))

@@ -44,7 +44,7 @@ def without_password(urls: str) -> str:
 
 
 def checked_http_url(url: str) -> str:
-    """Return `url`. Raises: ValueError, without the URL, which may hold a password."""
+    """Raises: ValueError, without the URL, which may hold a password."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -79,12 +79,12 @@ def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
 
 
 def checked_etcd_urls(urls: str) -> str:
-    """Return `urls`. Raises: ValueError, for wrong or mixed schemes, and for an address without a host."""
+    """Raises: ValueError, for wrong or mixed schemes, and for an address without a host."""
     return _checked(urls, "http", "https", "MESH_ETCD_URL")
 
 
 def checked_nats_urls(urls: str) -> str:
-    """Return `urls`. Raises: ValueError, for wrong or mixed schemes, and for an address without a host."""
+    """Raises: ValueError, as `checked_etcd_urls` does."""
     return _checked(urls, "nats", "tls", "MESH_NATS_URL")
 
 

@@ -136,7 +136,7 @@ class Worker:
 
 @asynccontextmanager
 async def _start_logged(role: WorkerRole, model: str) -> AsyncIterator[None]:
-    """Log the start as soon as logging is set up, because connecting to servers and loading weights may take long."""
+    """Log before connecting to servers and loading weights, which may take long."""
     log.info("starting", extra={"role": role, "model": model})
     yield
 

@@ -183,7 +183,7 @@ def refused(url: str, cause: str) -> str:
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Renew a lease. Return its time to live in seconds; 0 if it is gone."""
+    """Return the lease's time to live in seconds; 0 if it is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)

@@ -17,7 +17,7 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # interval of checks while another process has the key
+LOOK_S: Final = 1.0  # between checks, while another process has the key
 
 
 class Leadership:

@@ -32,7 +32,7 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
 
 
 def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost") -> list[ScrapeTarget]:
-    """Return a target for every registered instance that has a metrics page.
+    """Return the registered instances that have a metrics page.
 
     Args:
         namespace: a label.

@@ -48,7 +48,7 @@ class Registration:
         self.leased_until_s = 0.0  # monotonic; set by the lease thread
         self.leaving = False
         self.revision = 0  # etcd's revision at the last write; like `reads`, used by the lease thread only
-        self.reads = 0  # number of reads that the mirror had started at the last write
+        self.reads = 0  # reads that the mirror had started at the last write
 
     def is_leased(self) -> bool:
         return time.monotonic() < self.leased_until_s
@@ -76,8 +76,8 @@ class Registry:
         self._watch_call: Any = None
         self._synced = asyncio.Event()
         self._revision = 0  # etcd's revision that the book has reached; set by the event loop, as is `_reads_taken`
-        self._reads = 0  # number of reads of the whole prefix that the mirror thread has started
-        self._reads_taken = 0  # number of the latest read that is in the book
+        self._reads = 0  # reads of the whole prefix that the mirror thread has started
+        self._reads_taken = 0  # the latest read that is in the book
 
     def contact_age_s(self) -> float:
         """Seconds since etcd last answered. A registered process calls it after each third of its lease's lifetime."""

@@ -27,7 +27,7 @@ def fetch(
     headers: Mapping[str, str] = NO_HEADERS,
     context: ssl.SSLContext | None = None,
 ) -> Answer:
-    """Request `url`, not through a proxy. It blocks: on an event loop, call it in a thread.
+    """Request `url`, not through a proxy. It blocks.
 
     Args:
         timeout_s: of each wait for the server.

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter
 
-SPARE_FILES: Final = 512  # open files that are reserved for other uses than connections
+SPARE_FILES: Final = 512  # open files for other uses than connections
 SHED: Final = 16  # a full server closes one in SHED idle connections, plus one
 
 T = TypeVar("T")

@@ -35,9 +35,9 @@ from components.http.writer import HeldWrites
 log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S: Final = 75  # longer than clients keep connections, so that no request meets a close
-LAST_HANDSHAKES_S: Final = 0.1  # wait for TCP handshakes at a stop
-LAST_REQUESTS_S: Final = 1.0  # wait for requests on open connections at a stop
-LAST_ANSWERS_S: Final = 0.5  # wait for the answers of requests that outlive the drain timeout
+LAST_HANDSHAKES_S: Final = 0.1  # for TCP handshakes at a stop
+LAST_REQUESTS_S: Final = 1.0  # for requests on open connections at a stop
+LAST_ANSWERS_S: Final = 0.5  # for answers of requests that outlive the drain timeout
 TICK_S: Final = 0.005
 DATE_S: Final = 1.0
 

@@ -18,7 +18,7 @@ from components.startup import WrongSettings
 if TYPE_CHECKING:  # services.local checks certificates without loading uvicorn
     from components.http.connection import Connection
 
-RETRY_ACCEPT_S: Final = 0.1  # pause after `accept` fails because of the limit on open files
+RETRY_ACCEPT_S: Final = 0.1  # after `accept` fails because of the limit on open files
 
 
 class Tls(NamedTuple):

@@ -205,7 +205,7 @@ class AuxArrivals:
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slot by notification
         self._coming: dict[str, float] = {}  # announced notifications, polled often until this time
-        self._poll_all_s = 0.0  # next time to poll the others
+        self._poll_all_s = 0.0  # next poll of the others
         self._linger = 0  # polls left while no slot is expected
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
@@ -257,7 +257,7 @@ class AuxArrivals:
         return any(until_s > now_s for until_s in self._coming.copy().values())
 
     def _poll_slot(self, notification: str) -> bool:
-        """Check one slot; on either thread."""
+        """Call it on either thread."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self._aux.is_sealed(slot, notification):
             return False

@@ -88,7 +88,6 @@ class OpenTransfer(Protocol):
         """Open this process's end; `region` must outlive it.
 
         Args:
-            region: the page pool.
             agent_name: unique per process; peers identify us by it.
             plugin: the part of the setting after a slash, such as UCX in nixl/UCX; else empty.
             host: this machine's address for peers.

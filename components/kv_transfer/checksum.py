@@ -99,7 +99,7 @@ class RankedChecksums:
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:
-        """Combine the checksums of each rank's heads into one page's checksum."""
+        """Combine the ranks' checksums of one page."""
         heads: dict[int, int] = {}
         damaged = False
         for rank, sums in enumerate(ranks):

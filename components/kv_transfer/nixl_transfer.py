@@ -256,7 +256,7 @@ class NixlTransfer:
                 with contextlib.suppress(Exception):  # a dead peer has already closed its side
                     prepared.release()
             with contextlib.suppress(Exception):
-                self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
+                self._agent.remove_remote_agent(agent)  # its writes fail with the next poll
         for write in [w for w in self._failed if w.agent == agent]:
             self._failed.remove(write)
             self._thread.settle(write.done, error=TransferFailed(f"{agent} is gone"))

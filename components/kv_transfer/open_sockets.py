@@ -42,7 +42,7 @@ def new_listeners_logged() -> Iterator[None]:
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:
-    """Return the TCP listeners of a process, by default of this one."""
+    """Return a process's TCP listeners; None: of this one."""
     process = Path("/proc") / str(pid or "self")
     return {_listener(local) for local, _ in tcp_sockets(process, LISTEN, open_files(process))}
 

@@ -68,7 +68,7 @@ class OwnThread:
         return await future
 
     def settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        """Complete a future of the loop, on either thread."""
+        """Complete a future of the loop. Call it on either thread."""
         if threading.get_ident() == self._loop_thread:
             _settle(future, result, error)
         else:

@@ -50,7 +50,7 @@ def targets(ours: KvLayout, peer: KvEndpoint) -> list[KvEndpoint]:
 
 
 def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
-    """Write the heads that our rank shares with one rank of the peer."""
+    """Write the heads that both ranks share."""
     ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
     if ours.page_size != theirs.page_size:
         return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target), deadline_unix_ms)

@@ -54,7 +54,7 @@ class Bus:
         return bool(self.client.is_connected)
 
     def since_reconnect_s(self) -> float:
-        """Seconds since the latest reconnect; infinite if there was none, 0 while disconnected."""
+        """Return infinity if there was no reconnect, 0 while disconnected."""
         # nats-py reports itself as connected before it calls us; answers to calls that waited for NATS arrive in between
         if not self.client.is_connected or self.disconnected_s > self.reconnected_s:
             return 0.0

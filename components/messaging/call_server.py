@@ -31,11 +31,11 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-STOP_S: Final = 2.0  # timeout for NATS to process our unsubscription
-LEAVE_S: Final = 5.0  # timeout for running calls when this process leaves
+STOP_S: Final = 2.0  # for NATS to process our unsubscription
+LEAVE_S: Final = 5.0  # for running calls, when this process leaves
 KEPT_S: Final = 30.0  # how long an answer is kept for a repeated call
 OVER_NATS: Final = {"messaging.system": "nats"}  # span attributes
-KEPT_BYTES: Final = 32 << 20  # limit on the size of all kept answers
+KEPT_BYTES: Final = 32 << 20  # of all kept answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Endpoint:
     name: str
     request: type[Struct]
     handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
-    span: str | None = None  # name of the span around the handler; None: no span
+    span: str | None = None  # name of the handler's span
     runs_inline: bool = False  # the handler never waits, so it needs no task
     is_idempotent: bool = False  # a repeated call may run again, so answers, which are often large, are not kept
     refusal_level: int = logging.INFO  # log level of a refused call

@@ -55,7 +55,7 @@ class _Peer:
     received_s: float
     first_s: float
     count: int = 0
-    reported_ms: int = 0  # last reported skew
+    reported_ms: int = 0
 
     @property
     def skew_ms(self) -> int:

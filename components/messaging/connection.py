@@ -38,8 +38,8 @@ async def connect_bus(
     Raises: WrongSettings; BackendUnavailable, also within the `with` body, if the connection is closed for good.
 
     Args:
-        url: server addresses, comma-separated.
-        name: client name in NATS's monitoring.
+        url: comma-separated.
+        name: shown in NATS's monitoring.
         access: login and TLS files, which are read again for each connection.
         failed: called with the error of each attempt to connect.
     """

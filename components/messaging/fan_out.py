@@ -36,7 +36,7 @@ def kv_events_rest_s(followings: int) -> float:
 
 
 def queries_per_s(decodes: int) -> float:
-    """Queries a second for each decode instance."""
+    """Return the limit for each decode instance."""
     return QUERIES_PER_S / max(decodes, 1)
 
 

@@ -71,8 +71,6 @@ class CandidateQueries:
         """Query some of `usable` until one can start the prompt at once, or enough have been queried.
 
         Args:
-            ask: the request.
-            blocks: the prompt's block hashes.
             usable: candidates; the same sequence while they are the same.
         """
         router = self._fleet.router

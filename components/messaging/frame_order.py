@@ -14,10 +14,10 @@ from components.wire.generate import FramesResent, TokenFrame
 
 log = logging.getLogger(__name__)
 
-QUERY_AFTER_SILENCE_S: Final = 1.0  # time without a frame after which the instance is queried
+QUERY_AFTER_SILENCE_S: Final = 1.0
 CHECK_INTERVAL_S: Final = 0.25
-RETRY_PAUSE_S: Final = 0.5  # pause after a failed call
-RESEND_TIMEOUT_S: Final = 0.5  # timeout for frames that were sent again
+RETRY_PAUSE_S: Final = 0.5  # after a failed call
+RESEND_TIMEOUT_S: Final = 0.5  # for frames that were sent again
 MAX_HELD: Final = 4096  # frames kept after a gap; later ones are requested again
 
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
@@ -47,7 +47,7 @@ class FrameOrder:
         self._lost = lost
         self._resend = resend
         self._counts = counts
-        self._expected = 0  # number of the next frame
+        self._expected = 0
         self._held: dict[int, TokenFrame] = {}  # frames after a gap, by number
         self._loop = asyncio.get_running_loop()
         self._last_frame_s = self._loop.time()

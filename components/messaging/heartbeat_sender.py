@@ -69,8 +69,8 @@ class HeartbeatSender:
     Args:
         subject: prefix of this instance; heartbeats are published on `<subject>.heartbeat`.
         make: returns the load at the moment.
-        rest_s: returns the minimum seconds between heartbeats that are not urgent. See `FleetSizes`.
-        num_cached: counts the cached hashes of a query; see `EventLog.num_cached`.
+        rest_s: returns the minimum seconds between heartbeats that are not urgent.
+        num_cached: counts the cached hashes of a query.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class HeartbeatSender:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Publish heartbeats, and answer each `AskHeartbeat`."""
+        """Publish heartbeats, and answer queries for one."""
         of_role, _, _ = self._subject.rpartition(".")
         async with (
             self._bus.subscription(f"{of_role}.ask_heartbeat", self.answer),

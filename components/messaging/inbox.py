@@ -32,7 +32,7 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
-CANCEL_AGAIN_AFTER_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
+CANCEL_AGAIN_AFTER_S: Final = 1.0  # if a cancelled stream still sends
 
 
 class Reader(Protocol):
@@ -253,7 +253,7 @@ class StreamInbox:
             asyncio.get_running_loop().call_soon(self._deliver)
 
     def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
-        """NATS may have lost the cancellation."""
+        """Cancel a closed stream again, because NATS may have lost the cancellation."""
         if item.finish is not None or item.error is not None:
             source.unwanted.pop(item.stream_id, None)
             return

@@ -57,7 +57,7 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
 
 @asynccontextmanager
 async def follow_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
-    """Export the spans that this process holds of the traces that a frontend keeps."""
+    """Export held spans of the traces that a frontend keeps."""
 
     async def receive(message: Msg) -> None:
         try:

@@ -26,16 +26,16 @@ from components.wire.tokens import HASH_BYTES
 
 EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
 MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; beyond this, changes are dropped while NATS is unreachable
-MARK_AFTER_S: Final = 0.5  # pause after which an empty batch reveals whether the last one was lost
+MARK_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
 LONGEST_MARK_PAUSE_S: Final = 60.0  # maximum of the doubling pauses
 MAX_DUMPS: Final = 8  # concurrent dumps of several parts
-DUMP_IDLE_S: Final = 10.0  # a dump is dropped after this time without a request for its next part
+DUMP_IDLE_S: Final = 10.0  # between requests for parts, until a dump is dropped
 
 
 class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
-    A block stored and removed before `seal` is not reported. If there are too many changes, they are dropped and a
+    A block stored and removed before `take_batches` is not reported. If there are too many changes, they are dropped and a
     number is skipped, so readers notice the gap. Numbers are never reused.
     """
 
@@ -79,7 +79,7 @@ class EventLog:
         ]
 
     def empty_batch(self, instance_id: str, epoch: str) -> KvEventBatch:
-        """Return an empty batch, by which a reader notices that it missed the one before."""
+        """By its number, a reader notices that it missed the batch before."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
 
@@ -116,7 +116,7 @@ class KvEventPublisher:
 
     Args:
         epoch: returns "" while the worker is not registered.
-        rest_s: returns the minimum seconds between batches. See `FleetSizes.kv_events_rest_s`.
+        rest_s: returns the minimum seconds between batches.
     """
 
     def __init__(

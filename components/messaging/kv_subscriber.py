@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 DUMP_TIMEOUT_S: Final = 2.0  # for each part of a dump
 DUMPS_AT_ONCE: Final = 16
 SLICE_BLOCKS: Final = 1024  # blocks of a dump per turn of the event loop; about a millisecond
-FIRST_WAIT_S: Final = 0.1  # back-off after a failed dump; doubles
+FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-BACKOFF_RESET_S: Final = 10.0  # time without a dump after which the back-off is reset
+BACKOFF_RESET_S: Final = 10.0  # without a dump
 CHECK_INTERVAL_S: Final = 0.5
-SLICES_PER_CHECK: Final = 32  # slices swept in one `check`
-SWEEP_REST_S: Final = 0.01  # pause between two slices
+SLICES_PER_CHECK: Final = 32  # in one `check`
+SWEEP_REST_S: Final = 0.01  # between two slices
 
 
 @dataclass(slots=True)

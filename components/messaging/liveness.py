@@ -27,15 +27,15 @@ from components.wire.instances import InstanceRecord, Role
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their `next_s`
-HEARTBEAT_TOLERANCE_S: Final = 1.0  # tolerated delay of a heartbeat
+HEARTBEAT_TOLERANCE_S: Final = 1.0
 SILENT_AFTER_S: Final = 2 * EVERY_S + HEARTBEAT_TOLERANCE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
 # An instance is stalled after the longer of these two times without a heartbeat or step.
 STALLED_AFTER_S: Final = EVERY_S + HEARTBEAT_TOLERANCE_S
 STALLED_AFTER_STEPS: Final = 2.0  # in usual step times
-LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
+LONGEST_STEP_S: Final = 5.0  # at most, in the usual step time
 NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
-LATEST_STEP_WEIGHT: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
+LATEST_STEP_WEIGHT: Final = 0.5  # in the usual step time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnEnded = Callable[[InstanceRecord], None]
@@ -63,11 +63,11 @@ class InstanceState(StrEnum):
 @dataclass(slots=True)
 class _InstanceHealth:
     record: InstanceRecord
-    received_s: float  # monotonic time of the latest heartbeat
-    stepped_s: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
+    received_s: float  # monotonic; latest heartbeat
+    stepped_s: float  # monotonic; last change of the step counter, or last idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # usual time between steps under load
-    queried_s: float | None = None  # monotonic time of the oldest unanswered query
+    queried_s: float | None = None  # monotonic; oldest unanswered query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -146,7 +146,7 @@ class Liveness:
         return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
     def query_instances(self, on: bool) -> None:
-        """Set whether heartbeats are queried from now on. Open queries are forgotten, and all times begin anew."""
+        """Open queries are forgotten, and all times begin anew."""
         self.queries_instances = on
         for health in self._health.values():
             health.queried_s = None
@@ -287,7 +287,7 @@ class Liveness:
         return (health.received_s if self.queries_instances else now) - health.stepped_s
 
     def reset_times(self) -> None:
-        """Reset all instances' times, because this process was stopped, which may have caused the silence."""
+        """This process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received_s = health.stepped_s = now

@@ -17,7 +17,7 @@ from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
 ANSWER_TIMEOUT_S: Final = 0.1  # after this time the prompt is routed without the answer
-CALL_TIMEOUT_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
+CALL_TIMEOUT_S: Final = 1.0  # before the bus repeats the call, because `run` sends a new one
 MAX_BACKOFF_S: Final = 5.0  # between queries to a lost instance
 
 
@@ -48,7 +48,6 @@ class LoadQueries:
         """Query instances and wait for at most ANSWER_TIMEOUT_S. Skip those with an older unanswered query.
 
         Args:
-            records: the instances.
             hashes: by instance id, blocks of a prompt in rising depth, 16 bytes each.
 
         Returns: by instance id, how many of its `hashes` are cached; None if the answer is late. Instances that

@@ -22,8 +22,8 @@ from components.wire.refused import refusal
 log = logging.getLogger(__name__)
 
 KEPT_S: Final = 60.0  # how long a frame is kept
-KEPT_BYTES: Final = 64 << 20  # limit on the size of kept frames, over all frontends
-RESENT_BYTES: Final = 4 << 20  # limit on the frames in the answer to one call
+KEPT_BYTES: Final = 64 << 20  # of kept frames, over all frontends
+RESENT_BYTES: Final = 4 << 20  # of frames, in the answer to one call
 PROBE_S: Final = 1.0  # between probes: frames with a reply subject, on which NATS reports a missing listener
 GONE_AFTER_S: Final = 6.0  # time without a listener; longer than a reconnect takes
 REPORT_EXPIRY_S: Final = 60.0  # an older report of a missing listener is ignored: the frontend may have listened since
@@ -37,7 +37,7 @@ class OutStream:
         self.reply_to = reply_to
         self.stream_id = stream_id
         self.gathered: list[int] = []  # unsent tokens, which have the stream's latest numbers
-        self.last_sent_s = 0.0  # monotonic time of the last sent tokens
+        self.last_sent_s = 0.0  # monotonic; last sent tokens
         self.next_seq = 0
 
     def tokens(
@@ -87,7 +87,7 @@ class _Lane:
         self.reply_to = reply_to
         self.oldest = 0  # number of the first kept frame
         self.frames: deque[bytes] = deque()
-        self.probed_s = 0.0  # monotonic time of the last probe
+        self.probed_s = 0.0  # monotonic; last probe
         self.is_probing = False  # the last probe had a listener, as far as NATS has reported
         self.no_listener_since_s: float | None = None
 

@@ -21,7 +21,7 @@ from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
 CALL_INTERVAL_S: Final = 5.0  # to a missing instance
-JITTER_PER_INSTANCE_S: Final = 0.1  # delay per missing instance, as most register again before they are called
+JITTER_PER_INSTANCE_S: Final = 0.1  # most register again before they are called
 RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
 MAX_CONCURRENT_CALLS: Final = 64
 

@@ -17,7 +17,7 @@ from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted
 
 MAX_SECONDS: Final = 60.0  # a second takes up to 10 MB, uncompressed
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
-READY_TIMEOUT_S: Final = 2.0  # wait for a profile to be ready before an empty answer
+READY_TIMEOUT_S: Final = 2.0  # before an empty answer
 MAX_KEPT_PROFILES: Final = 2  # a new one removes the oldest
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TIMEOUT_S: Final = 2.0
-CREATE_RETRY_PAUSE_S: Final = 10.0  # after a failed attempt to create the stream; without permission it takes TIMEOUT_S
+CREATE_RETRY_PAUSE_S: Final = 10.0  # without permission, an attempt takes TIMEOUT_S
 NO_STREAM: Final = 10059  # JetStream's codes
 STREAM_EXISTS: Final = 10058  # with another configuration
 OTHER_REVISION: Final = 10071

@@ -19,7 +19,7 @@ from components.aio import exact_cancellation
 from components.permissions import answer_subject
 from components.wire.codec import MAX_SUBJECT
 
-FIRST_REPEAT_S: Final = 1.0  # time after which an unanswered call is sent again
+FIRST_REPEAT_S: Final = 1.0  # of an unanswered call
 QUICK_REPEATS: Final = 8  # repetitions a second apart; after them the pause doubles, up to MAX_REPEAT_PAUSE_S
 MAX_REPEAT_PAUSE_S: Final = 8.0  # between repetitions; the receiver keeps an answer for 30 s, and two may be lost
 STATUS: Final = "Status"  # header of the server's own messages

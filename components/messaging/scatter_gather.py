@@ -11,7 +11,7 @@ from components.aio import time_limit
 from components.messaging.bus import Bus
 from components.permissions import answer_subject
 
-SEND_S: Final = 2.0  # timeout for NATS to accept a query; a silent NATS counts as disconnected after 1.6 s
+SEND_S: Final = 2.0  # for NATS to accept a query; a silent NATS counts as disconnected after 1.6 s
 
 
 async def ask_all(

@@ -40,7 +40,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.all: list[Block] = []
-        self._call = -1  # index of the open call; -1: none is open
+        self._call = -1  # -1: none is open
 
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
         rest = 0  # number of deltas of the open call, which precede all other new text

@@ -63,7 +63,7 @@ def mistral_id() -> str:
 class ToolFormat:
     name: ToolParserName
     read: Format
-    tokens: tuple[str, ...] = ()  # its markers; the detokenizer must output those that are special tokens
+    tokens: tuple[str, ...] = ()  # its markers
     style: CallStyle | None = None  # for grammars; None: calls are plain JSON
     new_id: Callable[[], str] = call_id
 

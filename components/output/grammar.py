@@ -143,7 +143,7 @@ def calls_or(
     *,
     single: bool,
 ) -> str:
-    """Return a grammar for `answer`, from `answer_rule` or TEXT. With a `style`, calls are allowed instead."""
+    """`answer`: from `answer_rule`, or TEXT. A `style` also allows calls."""
     before = grammar.thinking(thinking)
     either = grammar.rule("answer", answer)
     if thinking is not None and thinking.messages is not None:

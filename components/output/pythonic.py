@@ -104,7 +104,7 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def python_value(source: str) -> Any:
-    """Return the value of a Python literal. Raises: ValueError, RecursionError."""
+    """Raises: ValueError, RecursionError."""
     return ast.literal_eval(_parse(source))
 
 

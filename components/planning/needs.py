@@ -15,7 +15,7 @@ from components.planning.demand import (
 from components.planning.history import Span, Work
 from components.planning.samples import Observation, Planned
 
-LEARNING_S: Final = 300.0  # averaging time of variability and delays
+LEARNING_S: Final = 300.0  # for variability and delays
 VARIABILITY: Final = (0.3, 5.0)  # allowed range
 TREND_S: Final = 120.0
 ENOUGH: Final = 20  # requests that are needed for a share or mean
@@ -126,7 +126,7 @@ class Needs:
             self.other_s += weight * (other_s - self.other_s)
 
     def _offered(self, total: Span) -> float:
-        """Return the prompt work in workers: computed prompts, growth of the queues, and local prefill."""
+        """Count computed prompts, growth of the queues, and local prefill, in workers."""
         work = total.work["prefill"]
         if not self.tokens_per_s:
             return 0.0

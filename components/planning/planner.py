@@ -31,13 +31,13 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    every_s: float = 5.0  # interval of observations
+    every_s: float = 5.0  # between observations
     window_s: float = 60.0  # averaging time
     up_after_s: float = 10.0  # how long more workers must be needed before one is added
     down_after_s: float = 120.0  # how long fewer must be enough before one is removed
     start_s: float = 30.0  # assumed start time of a worker, until measured
     settle_s: float = 15.0  # minimum time between a change and the removal of a worker
-    start_timeout_s: float = 600.0  # timeout for a worker to start or drain
+    start_timeout_s: float = 600.0  # for a worker to start or drain
     retry_s: float = 120.0  # pause after a failed change
 
 
@@ -95,9 +95,9 @@ class Planner:
         self._roles = {role: _Role(bounds[role]) for role in PLANNED}
         self._pending: _Pending | None = None
         self._last = Observation(float("-inf"), {}, {})
-        self._settled_s = float("-inf")  # since when all wanted workers have been serving, without a change
+        self._settled_s = float("-inf")  # since when all wanted workers serve, without a change
         self._not_before_s = float("-inf")
-        self._start_s = pace.start_s  # start time of a worker
+        self._start_s = pace.start_s
 
     def took(self, change: Change, now_s: float) -> None:
         """The next change waits for the effect of this one."""

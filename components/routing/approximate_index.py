@@ -10,7 +10,7 @@ from components.routing.kv_index import KvIndex
 
 TTL_S: Final = 120.0
 MAX_BLOCKS: Final = 500_000
-BLOCKS_PER_PROMPT: Final = 1024  # take 3 ms of the event loop, including their hashes
+BLOCKS_PER_PROMPT: Final = 1024  # 3 ms of the event loop, with their hashes
 EXPIRED_PER_CALL: Final = 4096
 
 

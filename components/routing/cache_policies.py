@@ -20,7 +20,7 @@ from components.routing.policy import (
 
 SPEED_RANGE: Final = 4.0  # a speed counts as at most this factor from the median
 USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median counts as the median
-GIVEN_HALF_LIFE_S: Final = 60.0  # half-life of the tokens given to an instance
+GIVEN_HALF_LIFE_S: Final = 60.0
 REBASE_AFTER_HALF_LIVES: Final = 64.0  # until values are rebased, against overflow
 
 

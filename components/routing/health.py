@@ -10,7 +10,7 @@ from components.lifecycle import Lifecycle
 from components.routing.policy import Member
 
 WARM_S: Final = 10.0
-FIRST_SHARE: Final = 0.1  # initial share of a new instance, relative to an equal share
+FIRST_SHARE: Final = 0.1  # of a new instance, relative to an equal share
 MAX_CREDIT: Final = 2.0  # requests
 
 
@@ -40,7 +40,7 @@ DEFAULT_SETTINGS: Final = BreakerSettings()
 
 
 class Trial:
-    """One request that tests an instance whose breaker is half open."""
+    """A request to an instance whose breaker is half open."""
 
     __slots__ = ()
 

@@ -100,7 +100,7 @@ class KvIndex:
                 self.num_blocks -= 1
 
     def sweep(self, num_blocks: int) -> bool:
-        """Remove blocks that only removed instances had. Returns whether there may be more."""
+        """Remove blocks that only removed instances had. Return whether there may be more."""
         self._credit += num_blocks
         self._sweep(0)
         return self._left != 0

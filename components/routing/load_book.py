@@ -13,7 +13,7 @@ from components.routing.policy import BY_ID, Member
 from components.wire.heartbeat import Heartbeat
 
 UNREPORTED_EXPIRY_S: Final = 12.0  # longer than a call takes, and than a lost instance's silence
-OWN_REQUEST_EXPIRY_S: Final = 600.0  # after this time, a request whose end was never reported no longer counts
+OWN_REQUEST_EXPIRY_S: Final = 600.0  # of a request whose end was never reported
 OVERTAKEN_FOR_S: Final = 2.0  # until then a lower number is a late heartbeat; later it corrects a wrong one
 
 

@@ -13,8 +13,8 @@ from random import Random
 from typing import Final, NamedTuple, Protocol
 
 REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
-NO_ROOM_COST_FACTOR: Final = 10  # cost factor of a token for which there is no free page
-LATEST_SPEED_WEIGHT: Final = 0.2  # weight of the latest step in the prefill speed
+NO_ROOM_COST_FACTOR: Final = 10  # for a token without a free page
+LATEST_SPEED_WEIGHT: Final = 0.2  # in the prefill speed
 MARGIN_S: Final = 0.5  # interval between heartbeats
 BY_ID: Final = attrgetter("instance_id")  # the order of sorted members
 
@@ -45,7 +45,7 @@ class Member:
     total_pages: int = 0
     prompt_tokens_per_s: float = 0.0  # recent prefill speed; 0: unknown
     page_size: int = 16  # tokens
-    devices: int = 1  # number of devices; loads are compared per device
+    devices: int = 1  # loads are compared per device
 
 
 Cached = Mapping[str, int]  # tokens of a prompt by instance id, without zeros
@@ -62,8 +62,7 @@ class Policy(Protocol):
         """Choose one of `members`.
 
         Args:
-            request: the prompt to route.
-            members: at least one, sorted by instance id.
+                members: at least one, sorted by instance id.
             cached: cached tokens of the prompt by instance id, without zeros.
             now_s: monotonic.
         """

@@ -33,7 +33,7 @@ class RouteChoice:
     candidates: Sequence[Candidate] = ()  # if explained: the chosen one first
 
     def facts(self) -> dict[str, Any]:
-        """Return the choice as span attributes."""
+        """Return span attributes."""
         facts: dict[str, Any] = {"kvmesh.route.why": self.why, "kvmesh.route.candidates": self.num_candidates}
         if self.num_candidates > 1:  # with a single one, its cache is not looked up
             facts["kvmesh.route.cached_tokens"] = self.cached_tokens
@@ -123,7 +123,7 @@ class Route:
 
     @property
     def _is_same_process(self) -> bool:
-        """Whether the instance is still the same process. A restarted one must not be blamed."""
+        """A restarted process must not be blamed."""
         return self._sent is not None and self._router.book.find(self.instance_id) is self._sent.where.member
 
 
@@ -196,8 +196,6 @@ class Router:
         """Return one of `usable`, or None.
 
         Args:
-            request: the prompt to route.
-            blocks: the prompt's hashes.
             usable: sorted by id. Pass another object if it changes: it is scanned once.
             reported: cached tokens that instances reported; None: use the index.
         """

@@ -43,7 +43,7 @@ class Unusable(Exception):
 
 
 def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
-    """Check a constraint, and return it in the form for the wire. Raises: Unusable."""
+    """Return the constraint in the form for the wire. Raises: Unusable."""
     if constraint.kind == "json_schema":
         _check_schema(constraint.text)
     elif constraint.kind == "lark":
@@ -97,7 +97,7 @@ def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | N
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
-    """Generate random allowed tokens, because masks that are too expensive are only detected this way."""
+    """Masks that are too expensive are only detected by generating random allowed tokens."""
     num_words = -(-vocabulary.vocab_size // 32)
     mask = GrammarMask(matcher, num_words)
     words = np.zeros(num_words, dtype=np.int32)

@@ -133,7 +133,6 @@ class MaskMaker:
         return mask
 
     async def aclose(self) -> None:
-        """Stop, and wait at most `STOP_S` for a compilation."""
         for task in self._starting.values():
             task.cancel()
         await self._threads.stop(STOP_S)

@@ -120,7 +120,7 @@ class LightSpan(_Readable, Span):
             self.sink(ended if isinstance(ended, LightSpan) else ended.alone())
 
     def whole(self) -> "Iterator[Step | LightSpan]":
-        """Yield all ended descendants, and this span last."""
+        """Yield ended descendants, and this span last."""
         for step in self.steps:
             if isinstance(step, LightSpan):
                 yield from step.whole()

@@ -49,7 +49,7 @@ class _Collected(Collector):
 
 
 async def metrics_response(registry: CollectorRegistry, accept: str) -> Response:
-    """Return the page in the format that the scraper accepts. OpenMetrics has exemplars, Prometheus' text format has none.
+    """Of the formats, only OpenMetrics has exemplars.
 
     Collectors read data that the event loop changes, so they run on it. Encoding takes four times as long and runs in a thread.
     """

@@ -86,27 +86,18 @@ class OtlpSender:
 
     def _sent(self, body: bytes, kind: str) -> bool:
         """Return False if the request must be sent again."""
-        if "Content-Encoding" in self._headers:
-            body = gzip.compress(body, 1)
         reused = self._connection is not None
         try:
             status, reason = self._post(body, kind)
         except (OSError, http.client.HTTPException) as exc:
             self.close()
             if reused:  # the receiver may have closed an idle connection
-                return self._sent_anew(body, kind)
+                return self._sent(body, kind)
             return self._failed(str(exc) or type(exc).__name__)
         except ValueError:  # the exception's text contains the header, which may be a secret
             self.close()
             return self._failed("a header of OTEL_EXPORTER_OTLP_HEADERS is not valid in HTTP")
         return self._judge(status, reason)
-
-    def _sent_anew(self, body: bytes, kind: str) -> bool:
-        try:
-            return self._judge(*self._post(body, kind))
-        except (OSError, http.client.HTTPException) as exc:
-            self.close()
-            return self._failed(str(exc) or type(exc).__name__)
 
     def _judge(self, status: int, reason: str) -> bool:
         if status in RETRIED:
@@ -121,6 +112,8 @@ class OtlpSender:
 
     def _post(self, body: bytes, kind: str) -> tuple[int, str]:
         """Return the status and the beginning of the answer's text."""
+        if "Content-Encoding" in self._headers:
+            body = gzip.compress(body, 1)
         if self._connection is None:
             self._connection = self._connect()
         self._connection.request("POST", self._path, body, {"Content-Type": kind, **self._headers})

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
 BATCH: Final = 256  # requests per export, each with all its spans; about 400 KB
 MAX_WAITING: Final = 4096  # queued requests; more are dropped and counted
-STOP_S: Final = 5.0  # timeout of the last export
+STOP_S: Final = 5.0  # for the last export
 
 
 class SpanExport:
@@ -36,8 +36,8 @@ class SpanExport:
         self._sender = sender
         self._waiting: deque[LightSpan] = deque()
         self._stopping = threading.Event()
-        self._too_many = 0  # spans dropped because the queue was full
-        self._unwritten = 0  # spans that could not be written to the file
+        self._too_many = 0  # spans; the queue was full
+        self._unwritten = 0  # spans
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
     def is_observed(self) -> bool | None:

@@ -11,7 +11,7 @@ from components.errors import DeadlineExceeded, NoBootstrapInstance, Overloaded,
 from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
-OPEN_TIMEOUT_S: Final = 1.5  # timeout of a call; short, because a replica only writes to memory to open a room
+OPEN_TIMEOUT_S: Final = 1.5  # short, because a replica only writes to memory to open a room
 HEDGE_AFTER_S: Final = 0.1  # hedging delay: the next replica is called, too, if there is no answer by then
 BREAKER_SETTINGS: Final = BreakerSettings(
     failures=1, first_backoff_s=5.0, max_backoff_s=30.0, trial_timeout_s=OPEN_TIMEOUT_S

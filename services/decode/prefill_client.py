@@ -61,7 +61,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
-CONFIRM_NOT_WRITING_S: Final = 1.0  # timeout for an instance that refused the prompt to confirm that it will not write
+CONFIRM_NOT_WRITING_S: Final = 1.0  # for an instance that refused the prompt
 GONE_AFTER_S = 5.0  # time without a listener on prefill's subject; longer than a reconnect takes
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 

@@ -21,9 +21,9 @@ from services.decode.requests import SPAN_FIRST, ActiveRequest, ActiveRequests
 
 log = logging.getLogger(__name__)
 
-MAX_PREFILLS_TRIED: Final = 3  # prefill instances to which one prompt is sent in turn
-REFUSAL_TIMEOUT_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
-SETTLE_TIMEOUT_S: Final = 1.0  # timeout, when this process stops, for prefill to confirm that it no longer writes
+MAX_PREFILLS_TRIED: Final = 3  # for one prompt
+REFUSAL_TIMEOUT_S: Final = 0.1  # after a failed transfer, for prefill's answer to the call
+SETTLE_TIMEOUT_S: Final = 1.0  # when this process stops, for prefill to confirm that it no longer writes
 
 
 class FailedPrefill(NamedTuple):

@@ -131,7 +131,6 @@ class RequestRunner:
             self.active.emit(TokenOutput(active.engine_id, [first_token], None, reserved.num_cached_tokens))
 
     def prompts(self) -> PromptLoad:
-        """Return the number of prompt tokens queued on this instance, and its prefill speed."""
         queued = 0
         if self.active.tally[RequestState.WAITING]:  # rarely the case if there are prefill instances
             waiting = (a for a in self.active.all() if a.lifecycle.state is RequestState.WAITING)
@@ -174,7 +173,7 @@ class RequestRunner:
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
     async def _choose(self, active: ActiveRequest) -> RouteChoice | None:
-        """Choose a prefill instance. Returns None if decode should compute the prompt itself."""
+        """Return None if decode should compute the prompt itself."""
         with step("decode.lookup", active.span) as lookup:
             hit = self.engine.engine.peek_prefix(active.blocks)
             lookup.note({"kvmesh.cached_tokens": hit})

@@ -141,7 +141,6 @@ class DecodeService:
         return prefills | self._prefill.bootstrap_breakers()
 
     async def drained(self) -> None:
-        """Wait until every request is answered."""
         await self._runner.drained()
         await self.embedding.drained()
 

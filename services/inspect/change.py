@@ -67,7 +67,7 @@ def one_of(instances: Sequence[Seen], which: str, *, hint: str = "") -> Seen:
 
 
 async def show_set(settings: MeshSettings, console: Console, which: str, wanted: Control, *, as_json: bool) -> bool:
-    """Change the chosen instances and show the result. Return whether all changes succeeded."""
+    """Return whether all changes succeeded."""
     async with open_mesh(settings) as mesh:
         targets = chosen(await mesh.instances(), which)
         outcomes = await asyncio.gather(*(_change(mesh, one, wanted) for one in targets))

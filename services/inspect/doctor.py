@@ -43,14 +43,14 @@ OF_INSTANCES: Final[Sequence[Check]] = (
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Run all checks. Instances are checked only if etcd and NATS work, because otherwise they are unknown."""
+    """Instances are checked only if etcd and NATS work, because otherwise they are unknown."""
     of_instances = OF_INSTANCES if facts.servers_work else ()
     checks = (check_etcd, check_nats, *of_instances, check_nixl, check_shm)
     return [finding for check in checks for finding in check(facts)]
 
 
 async def show_doctor(settings: MeshSettings, console: Console, *, as_json: bool) -> bool:
-    """Run the checks and print the findings. Return whether nothing is wrong."""
+    """Return whether nothing is wrong."""
     found = findings(await gather_facts(settings))
     if as_json:
         console.out(json.dumps([asdict(finding) for finding in found]), highlight=False)

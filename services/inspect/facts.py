@@ -238,7 +238,7 @@ def _port_error(url: str) -> str:
 
 
 def shared_memory(folder: Path = SHM) -> SharedMemory | None:
-    """Return the usage of the shared memory folder; None if there is no such folder."""
+    """Return None if there is no such folder."""
     try:
         usage = shutil.disk_usage(folder)
         entries = [(entry, entry.stat()) for entry in folder.iterdir() if entry.name.startswith(SHM_MAKERS)]

@@ -26,7 +26,7 @@ MAX_SHARED: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What to search for. At most one of `text`, `token_ids` and `block` is set."""
+    """At most one of `text`, `token_ids` and `block` is set."""
 
     text: str = ""
     chat: bool = True
@@ -152,7 +152,7 @@ async def _cache_of(bus: Bus, record: InstanceRecord) -> Cache:
 
 
 async def _dump(bus: Bus, record: InstanceRecord) -> list[bytes]:
-    """Fetch all block hashes of an instance. Raises: MeshError."""
+    """Raises: MeshError."""
     blocks, ask = bytearray(), FetchKvDump(epoch=record.epoch)
     while True:
         part = await bus.call(f"{record.subject}.kv_dump", ask, KvDumpPart, timeout_s=ANSWER_S)

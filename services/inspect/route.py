@@ -24,8 +24,6 @@ ANSWER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The choice of one instance."""
-
     by: InstanceRecord
     answer: RouteExplained
 
@@ -56,7 +54,7 @@ async def _ask(mesh: Mesh, asked: ExplainRoute) -> list[Choice]:
 
 
 def as_fields(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the choices as JSON values. An excluded instance has an infinite cost, which becomes null in JSON."""
+    """An excluded instance has an infinite cost, which becomes null in JSON."""
     return {
         "tokens": num_tokens(choices[0].answer.token_ids),
         "choices": [

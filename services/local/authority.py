@@ -41,7 +41,7 @@ class Authority:
         self._write(self.ca, self._signed(builder))
 
     def issue(self, name: str, hosts: Sequence[str] = (), *, is_user: bool = True) -> TlsFiles:
-        """Issue a certificate and its key, in files called `name`. With `hosts` it is a server's.
+        """Issue a certificate and its key, in files called `name`. If there are `hosts`, it is a server's.
 
         If `is_user`, its common name is `name`, which etcd and NATS take for the user; else it has none.
         """

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
 KILL_WAIT_S: Final = 5.0  # a process that takes longer is stuck in the kernel
-DRAIN_S: Final = 1.0  # wait for a dead child's last lines
+DRAIN_S: Final = 1.0  # for a dead child's last lines
 LONGEST_LINE_BYTES: Final = 2**20
 
 

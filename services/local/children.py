@@ -74,7 +74,7 @@ class Child:
         self.spec = spec
         self._essential = essential
         self._announce = announce
-        self._instance_id: str | None = None  # of the current process, in etcd
+        self._instance_id: str | None = None
         self.ready = asyncio.Event()
         self.metrics_url: str | None = None
         self._shared = supervision
@@ -156,7 +156,7 @@ class Child:
             process.kill()
 
     async def _announce_death(self, process: Process) -> None:
-        """Announce a death. Exit code 0 is not announced, because that process has removed its own record."""
+        """Exit code 0 is not announced, because that process has removed its own record."""
         if await process.wait() != 0 and self._instance_id is not None and not self._shared.hurry.is_set():
             await self._announce(self.spec.name, self._instance_id)
 

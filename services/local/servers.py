@@ -86,7 +86,7 @@ class Server:
 
     @property
     def monitor_url(self) -> str:
-        """URL of NATS's monitoring page; valid only if NATS is monitored."""
+        """Valid only if NATS is monitored."""
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:

@@ -39,7 +39,7 @@ class Received:
 
 
 def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Return the decompressed body. Raises: Rejected, TooLarge."""
+    """Raises: Rejected, TooLarge."""
     if encoding in {"", "identity"}:
         return body
     if encoding != "gzip":
@@ -59,7 +59,7 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
 
 
 def read_request(body: bytes, content_type: str) -> Received:
-    """Decode a request. Raises: Rejected, with the fault."""
+    """Raises: Rejected, with the fault."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == PIECES:
         try:

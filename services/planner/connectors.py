@@ -39,7 +39,7 @@ class LocalConnector:
         return {"prefill": counts.prefill, "decode": counts.decode}
 
     async def scale(self, change: Change) -> None:
-        """Request a change. Raises: Rejected, if the number has changed meanwhile."""
+        """Raises: Rejected, if the number has changed meanwhile."""
         await self._call("scale", ScaleRole(role=change.role, before=change.before, after=change.after))
 
     async def _call(self, verb: str, request: AskCounts | ScaleRole) -> Counts:

@@ -85,7 +85,7 @@ class FleetSampler:
         return ages
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
-        """Observe all instances. Those that do not answer are listed as unknown."""
+        """Instances that do not answer are listed as unknown."""
         unknown: list[str] = []
         records = {role: self._book.of_role(role) for role in PLANNED}
         seen_frontends = self._book.of_role("frontend")

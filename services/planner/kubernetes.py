@@ -67,11 +67,11 @@ class KubernetesConnector:
         self._workloads = workloads
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Return the requested replicas of each role. Raises: BackendUnavailable."""
+        """Raises: BackendUnavailable."""
         return {role: (await self._scale_of(role))[0] for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Request a change. Raises: BackendUnavailable; Rejected, if the number has changed meanwhile."""
+        """Raises: BackendUnavailable; Rejected, if the number has changed meanwhile."""
         replicas, version = await self._scale_of(change.role)
         if replicas != change.before:
             raise Rejected(f"{replicas} {change.role} replicas are requested, not {change.before}")

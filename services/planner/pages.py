@@ -69,7 +69,7 @@ def _read(url: str, parse: Callable[[str], T], headers: Mapping[str, str], conte
 
 
 def read_worker(text: str) -> Counters:
-    """Parse a worker's page. Raises: MalformedMessage."""
+    """Raises: MalformedMessage."""
     values = {
         sample.name: sample.value for sample in _samples(text, *WORKER_COUNTERS, ACCEPTED_DRAFTS) if not sample.labels
     }
@@ -83,7 +83,7 @@ def read_worker(text: str) -> Counters:
 
 
 def read_frontend(instance_id: str, text: str) -> FrontendSample:
-    """Parse a frontend's page. Histograms are summed over models and routes. Raises: MalformedMessage."""
+    """Histograms are summed over models and routes. Raises: MalformedMessage."""
     return FrontendSample(instance_id, ttft=_histogram(text, TTFT), itl=_histogram(text, ITL))
 
 

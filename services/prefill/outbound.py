@@ -97,7 +97,7 @@ class OutboundTransfer:
         return self.num_tokens - (self._num_cached if self._computed is None else self._computed.num_computed)
 
     def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
-        """Record decode's offer. A second offer, and one after the end, are ignored."""
+        """A second offer, and one after the end, are ignored."""
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer

@@ -56,7 +56,7 @@ class PrefillService:
         masks: MaskMaker,
         metrics: WorkerMetrics,
         writes: Writes,  # of all ranks
-        bootstrap_timeout_s: float,  # timeout for decode's offer
+        bootstrap_timeout_s: float,  # for decode's offer
     ) -> None:
         self._bus = bus
         self._registration = registration
