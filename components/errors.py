@@ -5,7 +5,7 @@ Class names are part of the wire format: rename one only with a new message tag.
 
 
 class MeshError(Exception):
-    """Base of all errors. `fields` are facts for the log line and the span."""
+    """`fields` are facts for the log line and the span."""
 
     def __init__(self, message: str, /, **fields: str | int | float | None) -> None:
         super().__init__(message)

@@ -117,7 +117,7 @@ class OpenConnections:
         self._handshakes.pop(connection, None)
 
     def admit(self, connection: object) -> bool:
-        """Make room for a connection. Return False if the server is still full."""
+        """Return False if the server is still full."""
         self.remove_handshake(connection)
         return self._make_room(connection)
 
@@ -157,7 +157,6 @@ class Unread:
         self._taken = 0  # bytes, at the latest check
 
     def held_up(self, seconds: float) -> None:
-        """Exclude time in which this process did not run."""
         self._since_s += seconds
 
     def is_too_long(self, now_s: float, written: int, waiting: int, *, undelivered: int = 0, is_full: bool) -> bool:

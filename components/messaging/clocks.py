@@ -72,7 +72,7 @@ class PeerClocks(Collector):
         self._peers: dict[tuple[str, str], _Peer] = {}  # by role and sender
 
     def converted(self, message: D) -> D:
-        """Return `message` with its deadline converted to our clock."""
+        """Convert the deadline to our clock."""
         if not message.sent_unix_ms:
             return message
         sender = message.sent_by, message.sender

@@ -169,7 +169,7 @@ tracer: Final = Spans()
 
 
 def trace_headers() -> dict[str, str] | None:
-    """Return headers with the `traceparent` of the current span; None if the trace is not recorded."""
+    """Return None if the trace is not recorded."""
     context = get_current()
     if context is _IN_NOT_KEPT:
         return None
@@ -238,7 +238,7 @@ def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str
 
 
 def exemplar_of(span: trace.Span) -> dict[str, str] | None:
-    """Return the labels that link a bucket of a histogram to the span's trace; None if the trace is not sampled."""
+    """Return labels that link a histogram's bucket to the trace; None if it is not sampled."""
     return {"trace_id": trace.format_trace_id(span.trace_id)} if isinstance(span, LightSpan) and span.flags else None
 
 

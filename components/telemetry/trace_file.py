@@ -94,11 +94,7 @@ def inode_of(path: Path) -> int:
 
 
 def move_aside(path: Path, inode: int, cause: str) -> bool:
-    """Rename the damaged file, unless another process has done so. Return whether a write may succeed now.
-
-    Args:
-        inode: inode of the file that was found to be damaged.
-    """
+    """Rename the damaged file, unless another process has replaced `inode`. Return whether a write may succeed now."""
     with held_in_place(path, fcntl.LOCK_EX):
         if inode != inode_of(path):
             return True

@@ -57,17 +57,14 @@ class TraceReader(Protocol):
 
         A cancelled or refused request does not count as failed; one whose frontend was lost does.
         """
-        ...
 
     def spans(self, trace_id: str) -> list[Span]:
         """Return all spans by start time; none if there is no such trace. `trace_id`: the beginning of a trace id or request
         id, or a client's whole request id.
         """
-        ...
 
     def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
         """Return the first `most` spans, because a client may put any number of requests into one trace."""
-        ...
 
 
 class LocalTraceReader:

@@ -90,7 +90,7 @@ class TraceStore:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        """Return the traces with the latest spans, latest first."""
+        """Return the traces with the latest spans first."""
         found: dict[str, None] = {}
         for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc", ()):
             found.update(dict.fromkeys(reversed(_split(trace_ids))))
@@ -129,7 +129,7 @@ class TraceStore:
         return self.traces(found[:1])[found[0]] if found else []
 
     def traces(self, trace_ids: Sequence[str]) -> dict[str, list[Span]]:
-        """Return the spans of each trace by start time; none if the trace was deleted meanwhile."""
+        """Sort the spans of each trace by start time. A trace that was deleted meanwhile has none."""
         found: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in trace_ids}
         one = trace_ids[0] if len(trace_ids) == 1 else ""
         batches = [batch for batch, ids in self._containing(one) if not found.keys().isdisjoint(ids)]

@@ -58,7 +58,7 @@ class BootstrapChoice:
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {cause}")
 
     def _order(self, replicas: Sequence[InstanceRecord]) -> list[InstanceRecord]:
-        """Return the replicas in the order in which to call them: those whose answer is late come last."""
+        """Replicas whose answer is late come last."""
         now_s = asyncio.get_running_loop().time()
         ids = {replica.instance_id for replica in replicas}
         self._breakers = {i: breaker for i, breaker in self._breakers.items() if i in ids}
@@ -80,7 +80,7 @@ class BootstrapChoice:
         return task
 
     async def _report_outcome(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
-        """Await the call, and report its outcome to the breaker. A refusal counts as success: the replica is alive."""
+        """For the breaker, a refusal is a success: the replica is alive."""
         clock = asyncio.get_running_loop().time
         if instance_id not in self._breakers:
             self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, BREAKER_SETTINGS)

@@ -23,7 +23,7 @@ MAX_NAMED: Final = 16  # pages in an error message
 class InboundState(StrEnum):
     """In TRANSFER and PINNED prefill may write into our pages, so they must not be reused."""
 
-    PREALLOC = auto()  # prefill has the prompt, and the engine is to reserve pages; no page has been offered yet
+    PREALLOC = auto()  # no page has been offered yet
     TRANSFER = auto()  # pages are offered to prefill
     LANDED = auto()  # prefill has written everything
     PINNED = auto()  # failed after the offer; pages are kept until prefill can no longer write
@@ -64,7 +64,7 @@ class InboundTransfer:
         self.stamp = stamp
         self.failure = Failure()
         self.began_s = time.monotonic()
-        self.exposed_s = 0.0  # monotonic time at which the offer was sent; 0: not yet
+        self.exposed_s = 0.0  # monotonic; when the offer was sent; 0: not yet
         self.duration_s = 0.0  # from the offer to the arrival of all KV
         self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
         self.reserved: asyncio.Future[Exposed] = asyncio.get_running_loop().create_future()
@@ -74,7 +74,7 @@ class InboundTransfer:
 
     @property
     def refusal(self) -> BaseException | None:
-        """The error with which prefill refused the prompt, or with which the call failed."""
+        """Prefill's refusal of the prompt, or the error of the call."""
         call = self.prefill_call
         return exception_of(call) if call is not None and call.done() else None
 
@@ -89,7 +89,7 @@ class InboundTransfer:
 
     @property
     def reached_no_process(self) -> bool:
-        """True if it is certain that no process received the prompt, so none can write into our pages."""
+        """True if certainly no process received the prompt, so none can write into our pages."""
         return isinstance(self.refusal, NobodyListens) and not isinstance(self.refusal, ListenerGone)
 
     @property
@@ -128,7 +128,7 @@ class InboundTransfer:
         return record
 
     def give_up(self) -> InboundState:
-        """Give the transfer up. Returns PINNED if prefill may still write into our pages: the caller must then `close` it."""
+        """Return PINNED if prefill may still write into our pages: the caller must then call `close`."""
         if self.lifecycle.state is S.TRANSFER:
             self.lifecycle.advance(S.PINNED)
         elif self.lifecycle.state is S.PREALLOC:

@@ -1,4 +1,4 @@
-"""Remote prefill: a prompt is sent to one prefill instance after another, until one has computed it and its KV has arrived."""
+"""Remote prefill: a prompt is sent to one prefill instance after another, until its KV has arrived."""
 
 import asyncio
 import logging
@@ -53,10 +53,7 @@ class RemotePrefill:
     async def fetch(
         self, active: ActiveRequest, chosen: RouteChoice, submit: Callable[[], None]
     ) -> FailedPrefill | None:
-        """Have a prefill instance compute the prompt: the chosen one, or another one if that refuses.
-
-        `submit` passes the request to the engine. Returns None once the engine has the KV.
-        """
+        """`submit` passes the request to the engine. Return None once the engine has the KV."""
         asked: list[str] = []
         transfer: InboundTransfer | None = None
         outcome: RouteChoice | FailedPrefill | None = chosen
@@ -86,7 +83,7 @@ class RemotePrefill:
         asked: Sequence[str],
         submit: Callable[[], None],
     ) -> RouteChoice | FailedPrefill | None:
-        """Receive the KV from one prefill instance. Returns the instance to try next if this one refused."""
+        """Return the instance to try next if this one refused."""
         tokens, peer = len(active.token_ids), chosen.instance_id
         router = self._prefills.router
         route = router.send(chosen, tokens - chosen.cached_tokens, router.pages_for(peer, tokens))
@@ -109,10 +106,7 @@ class RemotePrefill:
     async def _receive(
         self, active: ActiveRequest, transfer: InboundTransfer, route: Route, submit: Callable[[], None] | None
     ) -> MeshError | None:
-        """Receive the prompt's KV and pass it to the engine. Returns the error if this failed.
-
-        `submit`: None if the engine has the request already.
-        """
+        """Pass the prompt's KV to the engine. Return the error if this failed. `submit`: None if the engine has the request."""
         try:
             self._client.call_prefill(transfer, active.request, route)
             # Yield to the task that calls prefill, and to NATS's writer: the message must leave before our engine plans a step.

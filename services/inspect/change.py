@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from rich.console import Console
@@ -31,12 +31,8 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        who = f"{self.role} {self.instance}"
-        return (
-            f"{who}: {self.error}"
-            if self.error
-            else f"{who}: log level {self.log_level}, {self.traces_per_s:g} traces/s"
-        )
+        result = self.error or f"log level {self.log_level}, {self.traces_per_s:g} traces/s"
+        return f"{self.role} {self.instance}: {result}"
 
 
 def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
@@ -72,8 +68,7 @@ async def show_set(settings: MeshSettings, console: Console, which: str, wanted:
         targets = chosen(await mesh.instances(), which)
         outcomes = await asyncio.gather(*(_change(mesh, one, wanted) for one in targets))
     if as_json:
-        shown = [{name: getattr(one, name) for name in Outcome.__slots__} for one in outcomes]
-        console.out(json.dumps(shown), highlight=False)
+        console.out(json.dumps([asdict(one) for one in outcomes]), highlight=False)
     else:
         for outcome in outcomes:
             console.print(outcome.text, style="red" if outcome.error else "", highlight=False, soft_wrap=True)
@@ -89,16 +84,14 @@ async def show_drain(
         if as_json:
             pass
         elif outcome.error:
-            console.print(
-                f"{one.role} {one.instance_id}: {outcome.error}", style="red", highlight=False, soft_wrap=True
-            )
+            console.print(outcome.text, style="red", highlight=False, soft_wrap=True)
         else:
             console.print(_began(one, wanted), highlight=False, soft_wrap=True)
         waits = wait and not outcome.error and wanted.work != "go-on"
         if waits:
             await _until_drained(mesh, one)
     if as_json:
-        console.out(json.dumps({name: getattr(outcome, name) for name in Outcome.__slots__}), highlight=False)
+        console.out(json.dumps(asdict(outcome)), highlight=False)
     elif waits:
         console.print(f"{one.role} {one.instance_id} has no work left", highlight=False)
     return not outcome.error

@@ -5,7 +5,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from rich.console import Console
@@ -40,7 +40,7 @@ class Event:
     facts: str = ""
 
     def json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in self.__slots__})
+        return json.dumps(asdict(self))
 
     def text(self) -> Text:
         when = time.strftime("%H:%M:%S", time.localtime(self.unix_s)) + f".{int(self.unix_s % 1 * 1000):03d}"

@@ -8,9 +8,10 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -111,20 +112,15 @@ async def gather_facts(settings: MeshSettings) -> Facts:
         return facts
     async with open_mesh(settings) as mesh:
         seen = await mesh.snapshot(transport=True)
-    pages, ports = await asyncio.gather(_pages(seen, settings.page_access()), _ports(seen))
-    return Facts(
-        settings.namespace,
-        here,
-        settings.lease_ttl_s,
-        etcd,
-        bus,
-        seen,
-        heartbeat_ages_s(seen),
-        pages,
-        ports,
-        shm,
-        nixl,
+    records = [one.record for one in seen if one.record is not None]
+    pages, ports = await asyncio.gather(
+        _errors(
+            {record.instance_id: record.metrics or record.http for record in records},
+            partial(_page_error, access=settings.page_access()),
+        ),
+        _errors({record.instance_id: record.http for record in records if record.role == "frontend"}, _port_error),
     )
+    return replace(facts, seen=seen, heartbeat_ages_s=heartbeat_ages_s(seen), pages=pages, ports=ports)
 
 
 def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
@@ -204,11 +200,10 @@ async def _nixl() -> Nixl:
     return Nixl(err.decode(errors="replace").strip().splitlines()[-1] if err.strip() else "it printed nothing")
 
 
-async def _pages(seen: Sequence[Seen], access: PageAccess) -> dict[str, str]:
-    found = {one.instance_id: one.record.metrics or one.record.http for one in seen if one.record is not None}
-    names = [name for name, url in found.items() if url]
-    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "", access) for name in names))
-    return dict(zip(names, errors, strict=True))
+async def _errors(urls: Mapping[str, str | None], error_of: Callable[[str], str]) -> dict[str, str]:
+    given = {name: url for name, url in urls.items() if url}
+    errors = await asyncio.gather(*(asyncio.to_thread(error_of, url) for url in given.values()))
+    return dict(zip(given, errors, strict=True))
 
 
 def _page_error(url: str, access: PageAccess) -> str:
@@ -218,13 +213,6 @@ def _page_error(url: str, access: PageAccess) -> str:
     except OSError as exc:
         return f"{page}: {str(exc) or type(exc).__name__}"
     return "" if status == HTTPStatus.OK else f"{page}: HTTP {status}"
-
-
-async def _ports(seen: Sequence[Seen]) -> dict[str, str]:
-    of = {one.instance_id: one.record.http for one in seen if one.record is not None and one.role == "frontend"}
-    names = [name for name, url in of.items() if url]
-    errors = await asyncio.gather(*(asyncio.to_thread(_port_error, of[name] or "") for name in names))
-    return dict(zip(names, errors, strict=True))
 
 
 def _port_error(url: str) -> str:

@@ -75,17 +75,12 @@ class Frame:
     rows: Sequence[Row]
     links: Sequence[Link]
 
-    @property
-    def decoded_per_s(self) -> float:
-        return sum(row.tokens_per_s for row in self.rows if row.role == "decode")
-
-    @property
-    def prefilled_per_s(self) -> float:
-        return sum(row.tokens_per_s for row in self.rows if row.role == "prefill")
+    def tokens_per_s(self, role: str) -> float:
+        return sum(row.tokens_per_s for row in self.rows if row.role == role)
 
     def json(self) -> dict[str, Any]:
-        totals = {"decoded_tokens_per_s": self.decoded_per_s, "prefilled_tokens_per_s": self.prefilled_per_s}
-        return {**asdict(self), **totals}
+        decoded, prefilled = self.tokens_per_s("decode"), self.tokens_per_s("prefill")
+        return {**asdict(self), "decoded_tokens_per_s": decoded, "prefilled_tokens_per_s": prefilled}
 
 
 def frame_of(seen: Sequence[Seen], namespace: str, unix_s: float) -> Frame:
@@ -177,8 +172,8 @@ def _summary(frame: Frame) -> Text:
     when = time.strftime("%H:%M:%S", time.localtime(frame.unix_s))
     text = Text.assemble(
         (f"{frame.namespace}  {when}", "bold"),
-        f"  {len(frame.rows)} instances  {frame.decoded_per_s:.0f} tokens/s generated",
-        f"  {frame.prefilled_per_s:.0f} tokens/s of prompts  {running} running  {queued} queued",
+        f"  {len(frame.rows)} instances  {frame.tokens_per_s('decode'):.0f} tokens/s generated",
+        f"  {frame.tokens_per_s('prefill'):.0f} tokens/s of prompts  {running} running  {queued} queued",
     )
     return text.append(f"  {bad} in trouble", style="bold red") if bad else text
 

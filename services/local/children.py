@@ -74,7 +74,7 @@ class Child:
         self.spec = spec
         self._essential = essential
         self._announce = announce
-        self._instance_id: str | None = None
+        self.instance_id: str | None = None  # of the current process, in etcd; None until it is ready
         self.ready = asyncio.Event()
         self.metrics_url: str | None = None
         self._shared = supervision
@@ -86,11 +86,6 @@ class Child:
     @property
     def leaving(self) -> bool:
         return self._stopping.is_set()
-
-    @property
-    def instance_id(self) -> str | None:
-        """Id of the current process in etcd; None until it is ready."""
-        return self._instance_id
 
     def kill(self) -> bool:
         """Kill the current process as a crash would. Returns: whether there was one."""
@@ -142,7 +137,7 @@ class Child:
                     self._shared.output.report(self.spec.name, exc.message, level="error")
                     return os.EX_OSERR
         finally:
-            self._instance_id = None
+            self.instance_id = None
             self.ready.clear()
             self._shared.output.end_progress(self.spec.name)
             if self._process is not None:
@@ -157,8 +152,8 @@ class Child:
 
     async def _announce_death(self, process: Process) -> None:
         """Exit code 0 is not announced, because that process has removed its own record."""
-        if await process.wait() != 0 and self._instance_id is not None and not self._shared.hurry.is_set():
-            await self._announce(self.spec.name, self._instance_id)
+        if await process.wait() != 0 and self.instance_id is not None and not self._shared.hurry.is_set():
+            await self._announce(self.spec.name, self.instance_id)
 
     def _show(self, line: str) -> None:
         event = self._shared.output.show(self.spec.name, line)
@@ -167,7 +162,7 @@ class Child:
         if event == "ready" and self._process is not None:
             self._was_ready = True
             facts = json.loads(line)
-            self.metrics_url, self._instance_id = facts.get("metrics"), facts.get("instance")
+            self.metrics_url, self.instance_id = facts.get("metrics"), facts.get("instance")
             self._shared.shared_memory.remember(self._process.pid)
             self.ready.set()
 

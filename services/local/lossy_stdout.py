@@ -10,7 +10,7 @@ from typing import IO, Final, cast
 from rich.console import Console
 
 LIMIT_CHARS: Final = 2**20  # of waiting text; the write that blocks may hold as much again
-CLOSE_WAIT_S: Final = 2.0  # for the last lines
+CLOSE_WAIT_S: Final = 2.0
 
 
 class LossyFile(io.TextIOBase):
