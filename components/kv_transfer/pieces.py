@@ -1,7 +1,7 @@
 """The copies between two pools: whole pages in runs, or pieces of pages with different sizes or other heads.
 
-A page is [heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
-outermost, so a tensor-parallel rank's share is a slice of the stripes.
+`KvLayout` has the shape of a page; its contiguous [page_size, head_dim] parts are stripes. Heads are outermost, so a
+tensor-parallel rank's share is a slice of the stripes.
 """
 
 from collections.abc import Sequence

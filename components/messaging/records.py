@@ -133,7 +133,7 @@ class Records:
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Make `call`. If several members keep the records, repeat it while they may be electing a leader."""
+        """If several members keep the records, repeat `call` while they may be electing a leader."""
         end_s = time.monotonic() + (ELECTION_S if self._config.replicas > 1 else 0.0)
         while True:
             try:

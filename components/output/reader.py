@@ -103,7 +103,7 @@ class Reader:
 
     @property
     def held(self) -> str:
-        """The end of the text that is held back, because only later text can decide whether it belongs to a call."""
+        """The end of the text that is held back, because it may belong to a call."""
         return "" if self.calling else self._text.spaces + self._buffer[self._kept :]
 
     @property

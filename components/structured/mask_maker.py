@@ -120,7 +120,7 @@ class MaskMaker:
         self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
     async def mask_of(self, constraint: Constraint, token_ids: Sequence[int], num_generated: int = 0) -> GrammarMask:
-        """Return a mask for the text after `token_ids`, of which the last `num_generated` belong to the answer.
+        """`token_ids`: the text so far, of which the last `num_generated` belong to the answer.
 
         Raises: Rejected, although the frontend should have refused the constraint.
         """

@@ -180,7 +180,7 @@ class LightSpan(_Readable, Span):
 
 
 class Step(_Readable):
-    """A child without children. As a context manager it lasts as long as the body. Made by `spans.step`."""
+    """As a context manager it lasts as long as the body. `spans.step` makes it."""
 
     __slots__ = ("attributes", "end_time", "error", "kind", "name", "of", "span_id", "start_time")
 

@@ -1,4 +1,4 @@
-"""The logs and traces of a process. Spans go to this host's file, to the observer or to any OTLP receiver."""
+"""The logs and traces of a process."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

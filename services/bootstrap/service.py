@@ -1,7 +1,7 @@
 """The bootstrap service: pairs one prefill and one decode instance in a room, and forwards decode's offer to prefill.
 
 Each side itself checks compatibility, deadlines and lost peers: `PrefillChoice` and `PrefillClient` in decode,
-`OutboundTransfer` and `PrefillService` in prefill. A backend checks the layout once more when it connects.
+`OutboundTransfer` and `PrefillService` in prefill.
 """
 
 import asyncio

@@ -200,7 +200,7 @@ class PrefillClient:
         transfer.prefill_call.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def receive_kv(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
-        """Receive the KV. Raises: MeshError. Even then, pages are safe only after `wait_until_pages_safe`."""
+        """Raises: MeshError. Even then, pages are safe only after `wait_until_pages_safe`."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(
             left_s, "page of this decode instance became free for KV from", transfer, _pages_of(transfer)
@@ -223,7 +223,7 @@ class PrefillClient:
         return True
 
     async def wait_until_pages_safe(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
-        """End a transfer: stop prefill if it is still working on it, and return when it can no longer write into the pages.
+        """Stop prefill if it is still working, and return when it can no longer write into the pages.
 
         `cancelled`: the client has gone.
         """

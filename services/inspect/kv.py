@@ -164,7 +164,7 @@ async def _dump(bus: Bus, record: InstanceRecord) -> list[bytes]:
 
 
 async def _tokens(mesh: Mesh, wanted: Prefix) -> list[int] | None:
-    """Return the token ids to search for; a frontend tokenizes a text. None: no prompt was given."""
+    """A frontend tokenizes a text. None: no prompt was given."""
     token_ids = list(wanted.token_ids)
     if wanted.text:
         frontends = mesh.book.of_role("frontend")

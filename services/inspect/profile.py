@@ -65,7 +65,7 @@ async def profile_worker(
 
 
 def outcome(path: Path, who: str, last: ProfilePart) -> str:
-    """Return a message about a profile that was written. If the worker was idle, the profile is empty."""
+    """If the worker was idle, the profile is empty."""
     if last.steps == 0:
         idle = f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s"
         return f"{idle}, so {path} has no steps. Send it requests while you record."
@@ -123,7 +123,7 @@ def _choose(mesh: Mesh, settings: MeshSettings, role: Role, instance: str | None
 
 
 async def _fetch(bus: Bus, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]) -> ProfilePart:
-    """Record and fetch a profile. Return the last part, which has the facts of the whole profile."""
+    """Return the last part, which has the facts of the whole profile."""
     order = StartProfile(seconds=seconds)
     profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
     started()

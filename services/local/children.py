@@ -173,7 +173,7 @@ class Child:
             self._shared.gave_up.set_result(why)
 
     async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> bool:
-        """Return whether the process is gone. A killed one may take some time to free its memory."""
+        """Return whether the process is gone."""
         timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry
         self._stopping.set()
         process = self._process

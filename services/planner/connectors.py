@@ -1,4 +1,4 @@
-"""Connectors, which start and stop workers: their protocol, the one for `services.local`, and the choice by setting."""
+"""Connectors, which start and stop workers: their protocol, that for `services.local`, and the choice."""
 
 from collections.abc import Mapping
 from typing import Final, Protocol

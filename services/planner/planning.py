@@ -26,7 +26,7 @@ KEPT_CHANGES: Final = 10
 
 
 class Planning:
-    """The loop. It observes even while another planner leads, so that it knows the load when it takes over."""
+    """It observes even while another planner leads, so that it knows the load when it takes over."""
 
     def __init__(
         self,
