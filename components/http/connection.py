@@ -249,7 +249,7 @@ class Connection(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _end_cycles(self) -> None:
-        """uvicorn notifies only the last."""
+        """Notify all requests of a disconnect; uvicorn notifies only the last."""
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True

@@ -83,7 +83,7 @@ class _Server(uvicorn.Server):
         return made
 
     async def main_loop(self) -> None:
-        """uvicorn polls ten times a second."""
+        """Wait for `ending`; uvicorn polls ten times a second."""
         while not self.ending.is_set():
             await self.on_tick(0)  # sets the Date header
             with contextlib.suppress(TimeoutError):

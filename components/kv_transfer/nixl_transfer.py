@@ -269,7 +269,7 @@ class NixlTransfer:
         deadline_unix_ms: int,
         done: asyncio.Future[int],
     ) -> bool:
-        """Post a write. Return whether it is in flight."""
+        """Return whether the write is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
@@ -324,7 +324,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Settle a write that has ended; return False for one that has not."""
+        """Return False for a write that has not ended."""
         if state == "PROC":
             return False
         if state == "DONE":

@@ -91,7 +91,7 @@ answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """Read a frame; None at the end of the stream."""
+    """Return None at the end of the stream."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return await reader.readexactly(length)

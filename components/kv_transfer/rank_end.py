@@ -64,7 +64,6 @@ async def _serve(path: Path, listening: threading.Event) -> None:
 
 
 async def execute_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Execute orders until the leader ends."""
     async with asyncio.TaskGroup() as tasks:
         while (frame := await read_frame(reader)) is not None:
             numbered = orders.decode(frame)

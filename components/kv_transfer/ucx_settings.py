@@ -16,7 +16,7 @@ UCX_DEVICES: Final = "UCX_NET_DEVICES"
 UCX_MODULES: Final = "UCX_MODULES"
 UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
 UCX_IPC_CACHE: Final = "UCX_CUDA_IPC_CACHE"
-UNANSWERED: Final = "5s"  # TCP drops a connection with unacknowledged bytes
+UNANSWERED: Final = "5s"  # until TCP drops a connection with unacknowledged bytes
 NO_RDMA: Final = "^ib"  # all modules except this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 

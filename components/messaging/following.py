@@ -37,7 +37,7 @@ class _Subscription:
             self._open = stack
 
     async def run(self) -> None:
-        """Update the subscription after each change. After an outage nats-py renews it."""
+        """After an outage nats-py renews the subscription."""
         while True:
             await self._stale.wait()
             try:

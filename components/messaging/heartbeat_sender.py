@@ -104,7 +104,6 @@ class HeartbeatSender:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Publish heartbeats, and answer queries for one."""
         of_role, _, _ = self._subject.rpartition(".")
         async with (
             self._bus.subscription(f"{of_role}.ask_heartbeat", self.answer),

@@ -28,7 +28,6 @@ def subject(namespace: str) -> str:
 
 @asynccontextmanager
 async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
-    """Publish the ids of the traces that this process decides to keep."""
     ids: list[int] = []
 
     async def publish() -> None:

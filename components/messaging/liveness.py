@@ -33,7 +33,7 @@ HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU take
 # An instance is stalled after the longer of these two times without a heartbeat or step.
 STALLED_AFTER_S: Final = EVERY_S + HEARTBEAT_TOLERANCE_S
 STALLED_AFTER_STEPS: Final = 2.0  # in usual step times
-LONGEST_STEP_S: Final = 5.0  # at most, in the usual step time
+LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
 NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
 LATEST_STEP_WEIGHT: Final = 0.5  # in the usual step time; less for a short step
 
@@ -287,7 +287,7 @@ class Liveness:
         return (health.received_s if self.queries_instances else now) - health.stepped_s
 
     def reset_times(self) -> None:
-        """This process was stopped, which may have caused the silence."""
+        """Call it after this process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received_s = health.stepped_s = now

@@ -9,7 +9,7 @@ from components.messaging.bus import Bus
 from components.messaging.scatter_gather import ask_all
 from components.wire.codec import MALFORMED
 
-REGISTERED_TIMEOUT_S: Final = 3.0  # they may be busy
+REGISTERED_TIMEOUT_S: Final = 3.0  # registered instances may be busy
 OTHERS_TIMEOUT_S: Final = 0.5
 
 

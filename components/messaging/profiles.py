@@ -74,7 +74,7 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Return no bytes if the profile is not ready.
+        """Return the next bytes of a profile; none if it is not ready.
 
         Raises: Rejected, or the error of the recording.
         """

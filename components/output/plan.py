@@ -22,7 +22,7 @@ class OutputPlan:
     free: bool = False  # whether no constraint applies, so a call may also end the reasoning
 
     def parser(self, *, reports_before: bool = False) -> OutputParser:
-        """Return a new parser. `reports_before`: whether it also reports the parts of `before`."""
+        """`reports_before`: whether the parser also reports the parts of `before`."""
         reasoning, tools = self.reasoning, self.tools
         thoughts, within, read = None, None, None if tools is None else tools.read
         if reasoning is not None and reasoning.read is not None:

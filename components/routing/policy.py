@@ -62,7 +62,7 @@ class Policy(Protocol):
         """Choose one of `members`.
 
         Args:
-                members: at least one, sorted by instance id.
+            members: at least one, sorted by instance id.
             cached: cached tokens of the prompt by instance id, without zeros.
             now_s: monotonic.
         """

@@ -39,7 +39,7 @@ class Telemetry:
 async def start_telemetry(
     settings: MeshSettings, role: str, instance_id: str, ranks: int = 1
 ) -> AsyncIterator[Telemetry]:
-    """Configure logs and tracing. `ranks`: number of a worker's devices."""
+    """`ranks`: number of a worker's devices."""
     configure_logs(settings.log_level, settings.log_format)
     about: dict[str, str | int] = {"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}
     if ranks > 1:

@@ -25,8 +25,6 @@ BUSY_RETRY_S: Final = 0.01
 
 
 class Damaged(sqlite3.DatabaseError):
-    """SQLite's check found damage."""
-
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 

@@ -20,7 +20,7 @@ from services.worker import model_name, open_worker
 
 
 def page_checksums(region: KvRegion, connections: Sequence[RankConnection] = ()) -> PageChecksums:
-    """Open the checksums of our pages. Exit if the pages cannot be read."""
+    """Exit if the pages cannot be read."""
     try:
         return PageChecksums(region, connections)
     except Rejected as exc:

@@ -54,7 +54,6 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
 
 
 def _check_each(facts: Facts) -> Iterator[Finding]:
-    """Check that each instance answers and accepts requests."""
     for one in facts.seen:
         if one.status is None:
             where = "" if one.record is None else f" on {one.record.host}, pid {one.record.pid},"

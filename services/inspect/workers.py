@@ -123,7 +123,7 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 def load_table(
     records: list[InstanceRecord], beats: Mapping[Key, Heartbeat], services: Mapping[Key, MicroService], *, wide: bool
 ) -> Table:
-    """Return the table of loads. `wide` needs about 150 columns."""
+    """`wide` needs about 150 columns."""
     more = ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ()
     names = ("role", "instance", ">pid", ">up", "state", ">run", ">wait", ">held", ">pages", ">errors", *more)
     table = columns(*names, gap=1)

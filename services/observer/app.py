@@ -129,7 +129,7 @@ class ObserverApp:
         return Response(answer.SerializeToString(), media_type=kind)
 
     def _write(self, body: bytes, kind: str, encoding: str) -> int:
-        """Write the spans. Return the number of invalid ones. Raises: Rejected, Overloaded."""
+        """Return the number of invalid spans. Raises: Rejected, Overloaded."""
         received = read_request(unzipped(body, encoding, self._settings.max_body_bytes), kind)
         for service, spans in received.by_service.items():
             if not self._writer.write(service, spans):

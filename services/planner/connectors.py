@@ -64,7 +64,7 @@ class LocalConnector:
 
 
 def open_connector(settings: PlannerSettings, bus: Bus) -> Connector | None:
-    """Return the connector; None if the planner only reports decisions. Raises: WrongSettings, BackendUnavailable."""
+    """Return None if the planner only reports decisions. Raises: WrongSettings, BackendUnavailable."""
     match settings.connector:
         case "none":
             return None
