@@ -3,8 +3,7 @@
 import os
 from typing import Final
 
-# About 70 µs. With libgomp's default, steps beside a busy process took 200 times as long: a spinning thread keeps the
-# core that another needs.
+# About 70 µs. With libgomp's default, spinning threads made steps beside a busy process take 200 times as long.
 SPINS: Final = "3000"
 
 if "OMP_WAIT_POLICY" not in os.environ:

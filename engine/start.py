@@ -28,7 +28,7 @@ def build_engine(
 
 
 def has_thread(model: str, config: EngineConfig) -> bool:
-    """Whether the engine has its own thread, because its steps use the CPU."""
+    """Return whether the engine has its own thread, because its steps use the CPU."""
     return not is_mock(model) or config.mock.thread
 
 
@@ -56,10 +56,7 @@ async def start_engine(
 
 @asynccontextmanager
 async def run_engine(build: Callable[[], Engine], *, thread: bool = True) -> AsyncIterator[EngineLoop]:
-    """Build an engine on a new thread and run it, there or on the event loop.
-
-    Leaving waits for the current step.
-    """
+    """Build an engine on a new thread and run it there or, without `thread`, on the event loop."""
     running = ThreadedLoop(build) if thread else InlineLoop(build)
     await running.start()
     try:

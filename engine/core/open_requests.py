@@ -65,7 +65,7 @@ class Limits:
 
 
 class Requests:
-    """All requests. One that has ended keeps its pages while a transfer or the step in flight may use them."""
+    """A request that has ended keeps its pages while a transfer or the step in flight may use them."""
 
     def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
         self._scheduler = scheduler
@@ -97,7 +97,7 @@ class Requests:
         return request if request is not None and request.state is RequestState.RESERVED else None
 
     def branches(self, request_id: str) -> list[Request]:
-        """Return the live branches, and those whose pages the step in flight still uses."""
+        """Return the live branches, and those that are leaving."""
         first = self._live.get(request_id)
         leaving = (request for request in self._leaving if request.id == request_id)
         return [*([] if first is None else [first]), *self._branches.get(request_id, ()), *leaving]

@@ -25,7 +25,7 @@ class EngineBroken(InvariantBroken):
 
 
 class FailedSteps:
-    """Counts failed steps with a new prompt, so that retries of one request cannot end the process."""
+    """Counts failed steps that had a new prompt, so that retries of one request cannot end the process."""
 
     def __init__(self) -> None:
         self._prompts: set[int] = set()  # hashes
@@ -112,7 +112,7 @@ class Outcomes:
             self._requests.finish(request)
 
     def _verified(self, chunk: Chunk, drawn: Sequence[int]) -> Sequence[int]:
-        """Return the tokens drawn after correct contexts: each accepted draft, and the token after the last of them."""
+        """Return each accepted draft, and the token drawn after the last of them."""
         accepted = 0
         while accepted < len(chunk.drafts) and drawn[accepted] == chunk.drafts[accepted]:
             accepted += 1

@@ -15,7 +15,7 @@ from engine.ports import Engine, Exposed, StepOutput
 T = TypeVar("T")
 
 BLOCKED_TICK_S: Final = 0.25  # interval between steps while work waits for pages or a disk
-REPORT_AFTER_S: Final = 0.003  # delay of reports, so that a step's tokens and pages are sent first
+REPORT_AFTER_S: Final = 0.003  # so that a step's tokens and pages are sent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Done:
     error: Exception | None = None
 
     def settle(self) -> None:
-        """Complete the future, on the event loop's thread."""
+        """Call it on the event loop's thread."""
         if self.future.done():
             return
         if self.error is not None:
@@ -51,7 +51,7 @@ class EngineLoop(ABC):
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.stats = StepStats()  # of the latest step
-        self.is_stepping = False  # a step is running; meanwhile `stats` may still show an idle engine
+        self.is_stepping = False  # meanwhile `stats` may still show an idle engine
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -62,7 +62,7 @@ class EngineLoop(ABC):
 
     @property
     def engine(self) -> Engine:
-        """The engine, for its attributes and `peek_prefix`. Use `between_steps` for all other calls."""
+        """For attributes and `peek_prefix`. Use `between_steps` for all other calls."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
@@ -90,11 +90,11 @@ class EngineLoop(ABC):
         """Wait for the current step, then refuse calls."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
-        """Pass each output to `callback`, empty ones, too."""
+        """Pass each output to `callback`, even an empty one."""
         self._callbacks.append(callback)
 
     def report(self, callback: Callable[[StepOutput], None]) -> None:
-        """Pass each output to `callback` after REPORT_AFTER_S, so that no request waits for the report."""
+        """Pass each output to `callback` after REPORT_AFTER_S."""
         self._reports.append(callback)
 
     async def failed(self) -> BaseException:

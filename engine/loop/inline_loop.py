@@ -25,9 +25,9 @@ class InlineLoop(EngineLoop):
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
-        self._step: Iterator[Pause | StepOutput] | None = None  # step that waits for the device
+        self._step: Iterator[Pause | StepOutput] | None = None  # waits for the device
         self._next: asyncio.Handle | None = None
-        self._is_soon = False  # whether a step is scheduled for the event loop's next turn
+        self._is_soon = False  # whether `_next` runs in the event loop's next turn
         self._context = Context()  # empty: a step must not inherit the request id of the call that started it
 
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:

@@ -12,31 +12,27 @@ from engine.ports import StepOutput
 
 log = logging.getLogger(__name__)
 
-SLOW_FACTOR: Final = 4  # a step is slow if it takes this many times its usual time
-MIN_SLOW_STEP_S: Final = 0.1  # shorter steps are never slow
-STEPS_TO_LEARN: Final = 20  # steps of a kind that are needed to know its usual time
-LATEST_STEP_WEIGHT: Final = 0.05  # weight of the latest step in the usual time
-MIN_SHARE_OF_CAUSE: Final = 0.25  # share of a step that identifies a cause
-FAULTS_PER_S: Final = 100  # major page faults per second
+SLOW_FACTOR: Final = 4  # in usual times of a step
+MIN_SLOW_STEP_S: Final = 0.1
+STEPS_TO_LEARN: Final = 20  # of a kind, to know its usual time
+LATEST_STEP_WEIGHT: Final = 0.05  # in the usual time
+MIN_SHARE_OF_CAUSE: Final = 0.25  # of a step
+FAULTS_PER_S: Final = 100  # major page faults
 WARN_EVERY_S: Final = 30.0
 READ_EVERY_S: Final = 1.0
-
 EVERY_S: Final = 1.0
 
 
 class Held(NamedTuple):
     """Total delays of this process's threads."""
 
-    cores_s: float = 0.0  # time in which threads were ready but had no core
-    quota_s: float = 0.0  # time throttled by the CPU quota
+    cores_s: float = 0.0  # ready but without a core
+    quota_s: float = 0.0  # throttled by the CPU quota
     faults: int = 0
 
 
 class SlowSteps:
-    """Warns about steps that take far longer than usual, with the likely cause.
-
-    Pass every step to `stepped`, on one thread.
-    """
+    """Warns about steps that take far longer than usual. Pass every step to `stepped`, on one thread."""
 
     def __init__(self, held: Callable[[], Held] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._held = held or _reader(CpuQuota())
@@ -50,7 +46,6 @@ class SlowSteps:
         if not stats.prompt_tokens and not stats.decode_tokens:
             return
         now, step_s = self._clock(), stats.step_s
-        # steps of one kind differ in tokens by less than a factor of two
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
@@ -62,7 +57,7 @@ class SlowSteps:
             self._before, self._read = self._held(), now
         if count < STEPS_TO_LEARN:
             usual_s = min(usual_s, step_s)  # the first steps touch new memory
-        else:  # one slow step counts little
+        else:
             usual_s += LATEST_STEP_WEIGHT * (min(step_s, 2 * usual_s) - usual_s)
         self._usual[kind] = (count + 1, usual_s)
 
@@ -107,12 +102,12 @@ class BatchLog:
         *,
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`more` returns additional figures from the service. Zeros are left out."""
+        """`more` returns the service's figures. Zeros are left out."""
         self._more = more
         self._page_size = page_size
         self._clock = clock
         self._slow = SlowSteps(clock=clock)
-        self._since = clock()  # when the figures below were zero
+        self._since = clock()  # when the counts below were zero
         self._last = self._since
         self._prompt_tokens = 0
         self._decode_tokens = 0
@@ -120,7 +115,7 @@ class BatchLog:
     def stepped(self, output: StepOutput) -> None:
         now, stats = self._clock(), output.stats
         self._slow.stepped(stats)
-        if now - self._last > EVERY_S:  # old figures do not count after an idle time
+        if now - self._last > EVERY_S:  # the engine was idle
             self._begin(now - stats.step_s)
         self._last = now
         self._prompt_tokens += stats.prompt_tokens

@@ -11,7 +11,7 @@ from typing import Final
 from engine.loop.engine_loop import EngineLoop
 from engine.ports import Engine, Recording, StepOutput
 
-# segment length: to save one second of an eager model holds the GIL for 0.3 s, and after 2 s of silence a worker is lost
+# saving one second of an eager model holds the GIL for 0.3 s, and after 2 s of silence a worker is lost
 SEGMENT_S: Final = 0.5
 SLOW_IMPORT: Final = "torch._inductor"  # its import by torch's profiler takes two seconds
 
@@ -20,7 +20,7 @@ class EngineProfiler:
     def __init__(self, engine: EngineLoop, facts: Mapping[str, str]) -> None:
         self._engine = engine
         self._facts = facts
-        self._steps = 0  # number of steps with work since the start
+        self._steps = 0  # with work, since the start
         self._started_s = 0.0
         engine.on_output(self._stepped)
 
@@ -32,7 +32,7 @@ class EngineProfiler:
         self._steps = 0
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
-        """Record for `seconds` and append segments to `path` as gzipped Chrome traces.
+        """Record until `seconds` after the start, and append segments to `path` as gzipped Chrome traces.
 
         Returns: recorded seconds, and steps with work.
         """

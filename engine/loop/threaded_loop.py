@@ -28,10 +28,10 @@ class ThreadedLoop(EngineLoop):
         super().__init__(build)
         self._calls: Queue[Call | None] = Queue()  # None: wake up. CPython's SimpleQueue.get may hang with a timeout
         self._own = threading.Lock()  # held by the engine's thread, unless it sleeps
-        self._unsettled = 0  # number of calls whose result was not delivered yet
+        self._unsettled = 0  # calls whose result was not delivered yet
         self._num_made = self._num_delivered = 0  # outputs; `_num_made` changes under the lock
         self._waits = False  # whether work waits for pages or a disk
-        self._broken: Exception | None = None  # error of a step on the event loop's thread
+        self._broken: Exception | None = None  # an error outside the engine's thread, which raises it
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         # daemon: an exit does not wait for it
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
@@ -86,7 +86,7 @@ class ThreadedLoop(EngineLoop):
                 ticks, self._waits = self._waits, output.stats.waits
                 if not engine.has_work() and (ticks or not self._waits):
                     return
-        except Exception as exc:  # noqa: BLE001 - the engine's thread raises it, as it does errors of its own steps
+        except Exception as exc:  # noqa: BLE001 - the engine's thread raises it
             self._broken = exc
         self._calls.put(None)
 
@@ -107,7 +107,7 @@ class ThreadedLoop(EngineLoop):
         call_on_loop(self._loop, self._end, error)
 
     def _lose(self, error: Exception) -> None:
-        """Stop the engine's thread, on another thread."""
+        """Stop the engine's thread, from another one."""
         self._broken = error
         self._calls.put(None)
 
@@ -149,12 +149,7 @@ class ThreadedLoop(EngineLoop):
             call_on_loop(self._loop, self._settle, [call.made(engine) for call in calls])
 
     def _take_calls(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
-        """Return the queued calls, or wait for one.
-
-        Args:
-            timeout_s: None: no limit.
-            rests: the event loop's thread may use the engine meanwhile.
-        """
+        """Return the queued calls, or wait for one. If it `rests`, the event loop's thread may use the engine meanwhile."""
         calls: list[Call] = []
         if rests:
             self._own.release()
@@ -185,7 +180,7 @@ class ThreadedLoop(EngineLoop):
         try:
             super()._deliver(output)
         finally:
-            self._num_delivered += 1  # so calls of a callback run after all callbacks
+            self._num_delivered += 1  # now, so that calls of a callback run after all callbacks
 
     def _end(self, error: BaseException | None) -> None:
         """Complete all futures, on the event loop's thread."""

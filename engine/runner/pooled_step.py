@@ -15,7 +15,7 @@ class PooledStep:
     """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
 
     Args:
-        failing: turns torch's errors in a step of that many requests into StepFailed.
+        failing: as `TorchRunner.failing`.
         ordered: `chunks` in `StepShape`'s order.
         wanted: number of last tokens of each chunk in `hidden`, in that order.
         hidden: float32 [sum(wanted), size].
@@ -37,7 +37,7 @@ class PooledStep:
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
-        self._vectors: list[tuple[Request, torch.Tensor]] = []  # being copied to the host
+        self._vectors: list[tuple[Request, torch.Tensor]] = []
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -53,7 +53,6 @@ class PooledStep:
         return self._arrival.wait_s()
 
     def result(self) -> Sequence[Sequence[int]]:
-        """Store the vectors in their requests."""
         self._arrival.wait()
         broken: set[Request] = set()
         with self._failing(len(self._ordered)):
@@ -67,7 +66,7 @@ class PooledStep:
         request = chunk.request
         match self._pooling.mode:
             case "mean":
-                # fp32, in token order, so that chunk boundaries change only the last bits
+                # in fp32, so that chunk boundaries change only the last bits
                 request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
             case "cls" if chunk.start == 0:
                 request.hidden = rows[0].clone()

@@ -17,7 +17,7 @@ class Launched(Protocol):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """The chunks that were passed to `launch`."""
+        """As passed to `launch`."""
 
     def sample(self) -> None:
         """Draw the tokens without waiting, before the next launch.
@@ -54,10 +54,7 @@ class Runner(Protocol):
         """
 
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy the KV of all layers for (source, target) pages that the step in flight does not use. Return when it is done.
-
-        Ids beyond the pool are those of offloaded pages.
-        """
+        """Copy (source, target) pages that no step in flight uses, and wait. Ids beyond the pool are offloaded pages."""
 
     def start_profile(self, facts: Mapping[str, str]) -> None: ...
 

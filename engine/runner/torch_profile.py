@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from engine.scheduler.request import Chunk
 
-COPY_BYTES: Final = 1 << 20  # bytes of a profile that are copied at once
+COPY_BYTES: Final = 1 << 20  # at once
 GZIP_LEVEL: Final = 3  # makes a profile 20 times smaller
 
 

@@ -1,4 +1,4 @@
-"""Compute a step on the device, from chunks to sampled tokens."""
+"""Computes a step on the device, from chunks to sampled tokens."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -35,8 +35,8 @@ class TorchRunner:
         self._device = model.device
         self.sampler: Sampler = choose_sampler(model.device)
         self._profile: Profile | None = None
-        self._drawn_ids = torch.empty(0)  # int64 [S] on the device: the tokens drawn last
-        self._drawn_for: dict[Request, int] = {}  # index in `_drawn_ids` by request
+        self._drawn_ids = torch.empty(0)  # int64 [S] on the device, of the latest draw
+        self._drawn_for: dict[Request, int] = {}  # index in `_drawn_ids`
 
     @property
     def takes_cpu(self) -> bool:
@@ -131,7 +131,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if rows:
                 self._draw = self._runner.sampler.draw(logits, rows)
-                # only needed by a step planned ahead, and with drafts no step is
+                # for a step planned ahead, which no step with drafts is
                 self._runner.drawn([chunk.request for chunk in self._ordered if chunk.samples], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

@@ -1,4 +1,4 @@
-"""Guess tokens by prompt lookup: the tokens that followed the same last tokens earlier in the text, or in a prediction.
+"""Guess the tokens that followed the same last tokens earlier in the text, or in a prediction (prompt lookup).
 
 Source: Saxena 2023, "Prompt lookup decoding", github.com/apoorvumang/prompt-lookup-decoding. Verification: Leviathan et
 al. 2023, arXiv:2211.17192.
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 NGRAM: Final = 3  # maximum number of last tokens to look up
 FIRST_CHANCE: Final = 0.3  # assumed chance that a guess is right, before any was checked
-PREDICTED_CHANCE: Final = 0.8  # the same for a prediction: a client that sends one expects most of it to be repeated
-LATEST_GUESS_WEIGHT: Final = 0.15  # weight of the latest guess in the moving average
-LOOKUP_INTERVAL_STEPS: Final = 4  # steps between lookups while no guess is likely enough, because a lookup takes time
+PREDICTED_CHANCE: Final = 0.8  # the same for a client's prediction of the answer
+LATEST_GUESS_WEIGHT: Final = 0.15  # in the moving average
+LOOKUP_INTERVAL_STEPS: Final = 4  # while no guess is likely enough, because a lookup takes time
 FIRST_CAPACITY: Final = 256  # tokens
 
 Tokens = npt.NDArray[np.int32]
@@ -23,8 +23,7 @@ Tokens = npt.NDArray[np.int32]
 class PromptLookup:
     """Implements `engine.scheduler.request.Drafter`.
 
-    For the request's own text and the client's prediction of the answer, it learns from each drawn token how often
-    guesses are right, by the number of equal tokens before them.
+    It learns how often guesses from the text and from the prediction are right, by the number of equal tokens before them.
     """
 
     def __init__(self, max_drafts: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
@@ -66,10 +65,7 @@ class PromptLookup:
         return guesses.likely(most, least_chance)
 
     def _predict(self, text: Tokens, drawn: Sequence[int]) -> None:
-        """Guess the next tokens from the prediction. A match after the last one is more likely than one before it.
-
-        If at most one token matches, assume that the drawn tokens replaced the same number of tokens of the prediction.
-        """
+        """Guess from the prediction. If at most one token matches, assume that the drawn tokens replaced as many of it."""
         guesses = self._predicted
         right = guesses.learn(drawn)
         found, size = next_match(self._prediction, text, self._place + max(0, right - 1))
@@ -103,14 +99,14 @@ class _Guesses:
 
     @property
     def chance(self) -> float:
-        """The chance that the first token of the guess is right; 0 without a guess."""
+        """That the first token of the guess is right; 0 without a guess."""
         return self.chances[self._size] if self._tokens else 0.0
 
     def clear(self) -> None:
         self.guess((), 0)
 
     def guess(self, tokens: Sequence[int], size: int) -> None:
-        """Set the guess. `size`: the number of equal tokens before it."""
+        """`size`: the number of equal tokens before the guess."""
         self._tokens, self._size = tokens, size
 
     def learn(self, drawn: Sequence[int]) -> int:
@@ -124,7 +120,7 @@ class _Guesses:
         return right
 
     def likely(self, most: int, least_chance: float) -> Sequence[int]:
-        """Return the leading tokens, at most `most`, that are likely enough, each together with all tokens before it."""
+        """Return at most `most` leading tokens, each of which is likely enough together with all before it."""
         count, chance = 0, self.chance
         right = chance  # that all tokens so far are right
         while count < min(most, len(self._tokens)) and right >= least_chance:
@@ -134,7 +130,7 @@ class _Guesses:
 
 
 def latest_match(text: Tokens) -> tuple[int, int]:
-    """Find the latest earlier occurrence of as many last tokens as possible, at most NGRAM.
+    """Find the latest earlier occurrence of as many last tokens as possible.
 
     Returns: the index after it, and its length.
     """
@@ -143,7 +139,7 @@ def latest_match(text: Tokens) -> tuple[int, int]:
 
 
 def next_match(prediction: Tokens, text: Tokens, start: int) -> tuple[int, int]:
-    """Find the last tokens of `text` in `prediction`, as many as possible: at or behind index `start`, or else the first.
+    """Find as many last tokens of `text` as possible in `prediction`: at or behind index `start`, or else the first.
 
     Returns: as `latest_match`.
     """
@@ -155,7 +151,7 @@ def next_match(prediction: Tokens, text: Tokens, start: int) -> tuple[int, int]:
 
 
 def _places(within: Tokens, text: Tokens) -> tuple[npt.NDArray[np.intp], int]:
-    """Return the indices of the last of as many equal tokens as possible, and their number."""
+    """Return where as many last tokens of `text` as possible, at most NGRAM, end in `within`, and their number."""
     places = np.flatnonzero(within == text[-1]) if len(text) else np.empty(0, np.intp)
     found, size = places, 0
     while len(places) and size < NGRAM:

@@ -17,15 +17,14 @@ from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, Req
 
 log = logging.getLogger(__name__)
 
-MAX_OVERTAKEN_PROMPTS: Final = 64  # queued prompts that a DECODE may overtake
-# Limit of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
-MAX_LOGPROBS_CHUNK: Final = 1024
+MAX_OVERTAKEN_PROMPTS: Final = 64  # by a DECODE request in the queue
+MAX_LOGPROBS_CHUNK: Final = 1024  # tokens, because each has a row of logits, as wide as the vocabulary
 
 by_rank = attrgetter("priority", "arrival")  # sort key; the last request is preempted first
 
 
 def prompt_order(request: Request) -> tuple[int, int]:
-    """Sort key of the prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
+    """Sort key of prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
     fresh = not (request.has_begun or request.num_generated or request.branch)
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
@@ -38,7 +37,7 @@ class Scheduler:
     def __init__(
         self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int, draft_rows: int = 0
     ) -> None:
-        """`pack_tokens`: a step with so many starts no further prompt. `draft_rows`: most decodes and drafts in a step."""
+        """`pack_tokens`: prompt tokens after which a step starts no prompt. `draft_rows`: most decodes and drafts."""
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -61,7 +60,7 @@ class Scheduler:
         insort(self.running, request, key=by_rank)
 
     def fork(self, request: Request, branch: Request) -> None:
-        """Start `branch` after the prompt of `request`. Without enough pages, queue it: the prompt will be cached."""
+        """Start `branch` after the prompt. Without enough pages, queue it: the prompt will be cached."""
         if not self._has_room_for(branch):
             self.add(branch)
             return
@@ -70,7 +69,7 @@ class Scheduler:
         insort(self.running, branch, key=by_rank)
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Call it before the request's state changes."""
+        """Call it before the request's state changes."""
         lists = {
             RequestState.WAITING: self.waiting,
             RequestState.RUNNING: self.running,
@@ -108,11 +107,8 @@ class Scheduler:
         """Plan one step. No step may be in flight if `must_preempt` is true.
 
         Args:
-            beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated, and the
-                limit for a first chunk that completes its prompt; None: only the budget limits them.
-            least_chance: returns how likely up to D more drafts must be in a step with N decodes, and R rows so far;
-                None: all drafts are checked.
-
+            beside: as `ChunkLimit.tokens`; None: only the budget limits prompts.
+            least_chance: as `RowCost.least_chance`; None: all drafts are checked.
         Returns: what to compute, and the DECODE requests that got pages.
         """
         preemptions = self.preemptions
@@ -123,7 +119,7 @@ class Scheduler:
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
             budget, completing = (min(budget, tokens) for tokens in beside(len(chunks), disaggregated))
-        full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
+        full = max(0, budget - self._pack_tokens)  # budget at which no further prompt starts
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=prompt_order, reverse=True)
         reserved = self.reserve()
@@ -154,7 +150,7 @@ class Scheduler:
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if places > 0 and request.drafter is not None and request.has_begun:  # branches fork after the prompt
-                    share = -(-places // (len(decodes) - handled))  # later ones get what earlier ones leave
+                    share = -(-places // (len(decodes) - handled))
                     share = min(share, request.drafter.max_drafts)
                     rows = self._draft_rows - places
                     least = 0.0 if least_chance is None else least_chance(len(decodes), rows, share)
@@ -164,7 +160,7 @@ class Scheduler:
         return chunks
 
     def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int, least_chance: float) -> Chunk:
-        """Add drafts to a decode: at most `places`, and only into pages that no decode needs now."""
+        """Add at most `places` drafts to a decode, and only into pages that no decode needs now."""
         request, pool, page_size = chunk.request, self.memory.pool, self.memory.page_size
         pages = len(request.pages) + (pool.num_available > len(self.running))  # each decode may need one
         most = min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end)
@@ -176,17 +172,14 @@ class Scheduler:
         return Chunk(request, chunk.start, end, True, False, drafts[: len(rows)], rows)
 
     def reserve(self) -> list[Request]:
-        """Reserve pages for DECODE requests as soon as possible, because their prefill workers hold pages in the meantime.
-
-        These requests may overtake queued prompts if pages remain for all of those.
-        """
+        """Reserve pages for DECODE requests early, because their prefill workers hold pages in the meantime."""
         reserved: list[Request] = []
         while not self._preempted and (at := self._first_decode()) is not None:
             reserved.append(self._admit(at))
         return reserved
 
     def _first_decode(self) -> int | None:
-        """Return the queue position of the first DECODE request, if there are pages for it and for all requests before it."""
+        """Return the queue index of the first DECODE request, if there are pages for it and for all before it."""
         if not self._decodes_wait:
             return None
         at = next((i for i, r in enumerate(self.waiting[: MAX_OVERTAKEN_PROMPTS + 1]) if r.phase is Phase.DECODE), None)
@@ -196,7 +189,7 @@ class Scheduler:
         return at if self._has_room_for(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """Pop the next prompt from `prompts`, which is in reverse order, after queued requests that sort before it.
+        """Admit requests that sort before the next of `prompts`, which is in reverse order, then pop the next.
 
         Args:
             admit: False after a preemption, because the preempted request would be admitted again.
@@ -221,7 +214,7 @@ class Scheduler:
         return bool(self.waiting) and self._has_room_for(self.waiting[0])
 
     def _has_room_for(self, request: Request, before: Sequence[Request] = ()) -> bool:
-        """True if there is room for `request` now, and later for those `before` it."""
+        """Return whether there is room for `request` now, and later for those `before` it."""
         if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False
         return self.memory.fits(request, [*self.running, *self.reserved], before)
@@ -238,7 +231,7 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Allocate slots for a decode. Preempt others if needed, except PREFILL requests, whose pages a transfer reads.
+        """Get pages for a decode, by preemption if needed, but not of PREFILL requests, whose pages a transfer reads.
 
         Returns: False if the decode itself was preempted.
         """
@@ -260,9 +253,9 @@ class Scheduler:
 
 
 def chunk_length(pending: int, budget: int) -> int:
-    """Prompt tokens of `pending` that a step computes.
+    """Return how many of the `pending` prompt tokens a step computes.
 
-    Never compute one token of a longer prompt alone, and never leave one: a matrix product with one row rounds
+    It never computes one token of a longer prompt alone, and never leaves one: a matrix product with one row rounds
     differently, so results would depend on the batch (batch invariance).
     """
     if pending <= budget:

@@ -1,22 +1,22 @@
-"""Models of the cost of steps: how many prompt tokens may share a step with decodes, and which drafts are worthwhile."""
+"""The cost of steps, which decides how many prompt tokens may share a step with decodes, and which drafts are worthwhile."""
 
 from collections import deque
 from statistics import median
 from typing import Final
 
-MIN_CHUNK_TOKENS: Final = 32  # minimum tokens of a chunk, because each step has a fixed cost
+MIN_CHUNK_TOKENS: Final = 32  # because each step has a fixed cost
 MIN_DISAGGREGATED_CHUNK_TOKENS: Final = 16  # beside streams whose prompts were computed elsewhere
 MAX_STEP_STRETCH: Final = 2.0  # factor by which a prompt chunk may lengthen a decode step
-FIRST_CHUNK_TOKENS: Final = 64  # tokens of a chunk before the speed is known
-STEPS_IN_MEDIAN: Final = 9  # latest steps of each kind in a median
-STEPS_IN_REGRESSION: Final = 64  # latest steps from which the cost of a row is estimated
+FIRST_CHUNK_TOKENS: Final = 64  # before the speed is known
+STEPS_IN_MEDIAN: Final = 9  # latest steps of each kind
+STEPS_IN_REGRESSION: Final = 64  # latest steps
 WORK_EXPONENT: Final = 1.5  # fits steps of 1 to 16 rows on one and on two cores (docs/decisions/029)
 USUAL_ROWS: Final = 5
-ASSUMED_ROW_COST: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
-ASSUMED_ROW_COST_WEIGHT: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
-MIN_ROW_COST: Final = 1 / 100  # lowest cost of a row, as a share of a step
+ASSUMED_ROW_COST: Final = 1 / 16  # share of a step, until steps of different sizes are known
+ASSUMED_ROW_COST_WEIGHT: Final = 32.0  # as a sum of squared distances from the mean number of rows
+MIN_ROW_COST: Final = 1 / 100  # share of a step
 MAX_STEP_OVER_MEAN: Final = 3.0  # in mean step times; a longer step counts as this long
-CHANCE_MARGIN: Final = 1.25  # safety factor for chances, because overestimated ones are selected more often
+CHANCE_MARGIN: Final = 1.25  # because overestimated chances are selected more often
 
 
 class StepCost:
@@ -27,7 +27,7 @@ class StepCost:
         self._token_s: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)  # per prompt token, without the step's decodes
 
     def decode_s(self, decodes: int) -> float:
-        """Seconds of a step with `decodes` decodes, or with the most similar number that is known; 0: unknown."""
+        """Seconds of a step with about `decodes` decodes; 0: unknown."""
         if not self._decode_s:
             return 0.0
         size = decodes.bit_length()
@@ -47,10 +47,10 @@ class StepCost:
 
 
 class RowCost:
-    """Cost of more rows in a step without prompts, by linear regression over the latest steps.
+    """Cost of rows, which are decodes and drafts, in a step without prompts, by linear regression over the latest steps.
 
-    A row is a decode or a draft. A step of few rows waits for the weights, and one of many for the processor. So another row
-    costs more in a step of many rows, and the regression is over `_work` instead of rows.
+    Few rows wait for the weights, many for the processor. So another row costs more in a step of many rows, and the
+    regression is over `_work` instead of rows.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class RowCost:
         """Return the time that a step of `rows` would have taken with its `decodes` alone."""
         if rows == decodes or not self._steps:
             return step_s
-        # at least their share of the rows, as if each row cost the same
+        # at least as if each row cost the same
         return max(step_s - (_work(rows) - _work(decodes)) * self._work_s, step_s * decodes / rows)
 
     def least_chance(self, decodes: int, rows: int, drafts: int) -> float:
-        """Return how likely `drafts` more drafts must be in a step of `rows`, with a margin for inexact measurements.
+        """Return how likely `drafts` more drafts must be in a step of `rows`.
 
         They are worthwhile if an expected token of theirs costs no more than a token of the `decodes` alone.
         """
@@ -106,18 +106,17 @@ class RowCost:
 
 
 def _work(rows: int) -> float:
-    """Return what the time of a step grows with. Its unit is one more row in a step of USUAL_ROWS."""
+    """Return what the time of a step grows with, in units of one more row in a step of USUAL_ROWS."""
     return rows**WORK_EXPONENT / (WORK_EXPONENT * USUAL_ROWS ** (WORK_EXPONENT - 1))
 
 
 class ChunkLimit:
-    """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
+    """Limits prompt chunks beside decodes: a step takes at most `target_s`, or `stretch` times as long as the decodes alone.
 
-    A step may also take `stretch` times as long as the decodes alone. So prompts get at least the share 1 - 1 / `stretch`
-    of the time.
+    So prompts get at least the share 1 - 1 / `stretch` of the time.
 
     Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
-    Beside them `stretch` is at most MAX_STEP_STRETCH, whatever `target_s` is, and a chunk may be shorter.
+    Beside them `stretch` is at most MAX_STEP_STRETCH, `target_s` does not apply, and a chunk may be shorter.
 
     Beside other streams a chunk may have `overrun` times as many tokens if they complete its prompt, because a short rest
     would delay the first token by a whole step.
@@ -132,9 +131,9 @@ class ChunkLimit:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, disaggregated: int = 0) -> tuple[int, int]:
-        """Return how many prompt tokens may share a step with `decodes` decodes, of which some are `disaggregated`.
+        """Return the limit of prompt tokens beside `decodes`, of which some are `disaggregated`.
 
-        Returns: the limit, and the limit for a chunk that completes its prompt. A step with a prompt has no drafts.
+        Returns: the limit, and the limit for a first chunk that completes its prompt.
         """
         token_s = self._cost.prompt_token_s()
         if not token_s:
