@@ -1,7 +1,4 @@
-"""CPU time and quotas, as Linux reports them.
-
-If Linux reports nothing, functions assume no contention and no quota.
-"""
+"""CPU time and quotas, as Linux reports them. Without a report, functions assume no contention and no quota."""
 
 import math
 import os
@@ -15,7 +12,7 @@ TASKS: Final = "/proc/self/task"
 PROC: Final = Path("/proc/self")
 STAT: Final = "/proc/stat"
 LOOK_EVERY_S: Final = 1.0
-BUSY: Final = 0.02  # share of a core above which a thread counts as computing
+BUSY: Final = 0.02  # share of a core that a computing thread uses
 
 
 def run_delay_s() -> float:
@@ -24,9 +21,9 @@ def run_delay_s() -> float:
 
 
 class ComputeDelay:
-    """Measures the seconds since the first call that computing threads were ready to run but had no core.
+    """Returns the seconds since the first call that computing threads were ready to run but had no core.
 
-    A thread counts if it used a core since the last look at all threads. Of Python's threads only the caller's counts.
+    A thread counts if it used a core before the latest look at all threads. Of Python's threads only the caller's counts.
     Few threads are read, because each read releases the GIL and then waits for it while the event loop is busy.
     """
 
@@ -34,8 +31,8 @@ class ComputeDelay:
         self._clock = clock
         self._waited_s = 0.0
         self._updated_s = -math.inf
-        self._times: dict[int, tuple[int, int]] = {}  # times of all threads at the latest look
-        self._before: dict[int, int] = {}  # threads that count; nanoseconds waited so far
+        self._times: dict[int, tuple[int, int]] = {}  # of all threads, at the latest look
+        self._before: dict[int, int] = {}  # nanoseconds waited so far, by thread that counts
 
     def __call__(self) -> float:
         for thread, before in self._before.items():
@@ -85,7 +82,7 @@ def unused_s() -> float | None:
             for line in file:
                 name, *ticks = line.split()
                 if not name.startswith(b"cpu"):
-                    break  # the lines of cores are at the beginning
+                    break
                 if name in cores:
                     idle += int(ticks[3]) + int(ticks[4])  # idle and iowait
     except (OSError, IndexError, ValueError):
@@ -94,7 +91,7 @@ def unused_s() -> float | None:
 
 
 def other_python_threads() -> set[int]:
-    """Return the kernel ids of other Python threads."""
+    """Return their kernel ids."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
@@ -117,12 +114,12 @@ def own_cores() -> list[int]:
 
 
 def usable_cores(quota: CpuQuota | None = None) -> int:
-    """Return the number of cores that affinity and quota allow all the time."""
+    """Return how many cores affinity and quota allow all the time."""
     return max(1, int(_cores_allowed(quota)))
 
 
 def cores_for_a_while(quota: CpuQuota | None = None) -> int:
-    """Return the number of cores that may be used at times: a quota of 1.5 allows two for three quarters of the time."""
+    """Return how many cores may be used at times: a quota of 1.5 allows two for three quarters of the time."""
     return math.ceil(_cores_allowed(quota))
 
 

@@ -48,7 +48,7 @@ def fingerprint(facts: Mapping[str, object]) -> str:
 
 
 def sync_to_disk(file: IO[bytes]) -> None:
-    """Flush a file to the disk, because a library truncated by a power failure can kill each process that loads it."""
+    """Flush a file, because a library truncated by a power failure can kill each process that loads it."""
     file.flush()
     os.fsync(file.fileno())
 

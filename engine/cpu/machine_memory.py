@@ -10,7 +10,7 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the memory that is available without swapping; None if unknown."""
+    """Return what is available without swapping; None if unknown."""
     amounts = [amount for amount in (_of_machine(proc), *_of_container(cgroups)) if amount is not None]
     return min(amounts, default=None)
 
@@ -32,7 +32,7 @@ def _of_machine(proc: Path) -> int | None:
 
 
 def _of_container(cgroups: Path) -> list[int]:
-    """Return the memory that the cgroup's limit leaves, including that of cached files."""
+    """Return what the cgroup's limit leaves, including cached files."""
     found = []
     for limit, used, statistics, cache in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

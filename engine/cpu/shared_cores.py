@@ -2,9 +2,8 @@
 
 A worker with new work waits until its cores are returned, because one thread too many makes steps five times as long.
 
-Only a worker without work lends its cores. A step with prompts borrows them at once, and returns them between layers if
-the kernels support it. Decodes are limited by memory, so they borrow only from workers that have been idle for a while,
-and return the cores at the end of the step.
+Only a worker without work lends its cores. A step with prompts borrows them at once, and may return them between layers.
+Decodes are limited by memory, so they borrow only from workers that have been idle for a while, for the whole step.
 """
 
 import fcntl
@@ -16,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-SLOTS: Final = 64  # maximum number of workers on one machine
+SLOTS: Final = 64  # most workers on one machine
 ROWS: Final = 4
-SILENT_NS: Final = 2 * 10**9  # time after which a busy worker may have been killed
+SILENT_NS: Final = 2 * 10**9  # after which a busy worker may have been killed
 RESTED_NS: Final = 10**8
 LOOK_S: Final = 3e-4  # polling interval while waiting for own cores
 PATIENCE_NS: Final = 10**9  # duration of a step after which its worker may be stopped
@@ -32,8 +31,8 @@ class SharedCores:
 
     Args:
         cores: number of all cores.
-        least: number of this worker's cores if no slot is free.
-        spared: returns the number of cores to leave to a process that does not take part.
+        least: this worker's cores if no slot is free.
+        spared: returns how many cores to leave to a process that does not take part.
 
     Raises: OSError.
     """
@@ -59,17 +58,17 @@ class SharedCores:
         return self._cores
 
     def cells(self) -> tuple[memoryview, memoryview] | None:
-        """Return the cells of allowed threads, which running steps read, and of used ones, which they write."""
+        """Return the cells of allowed cores, which a running step reads, and of used ones, which it writes."""
         if self._mine is None:
             return None
         return self._allowed[self._mine : self._mine + 1], self._used[self._mine : self._mine + 1]
 
     def adapt(self) -> None:
-        """Call it if running steps follow `cells`."""
+        """Call it if the kernels follow `cells` during a step."""
         self._adapts = True
 
     def ask(self, *, prompts: bool, most: int | None = None) -> int:
-        """Return the number of threads for a step that begins now and ends with `done`; 0: call again after `LOOK_S`."""
+        """Return the threads of a step that begins now and ends with `done`; 0: call again after `LOOK_S`."""
         mine, most = self._mine, self._cores if most is None else most
         if mine is None:
             return min(self._least, most)
@@ -120,7 +119,7 @@ class SharedCores:
             self._used[self._mine] = self._allowed[self._mine] = 0
 
     def _needs(self, slot: int, since: int, now: int, rested: int) -> bool:
-        """Return whether another worker has work, or had work after `rested`."""
+        """Return whether the slot is another worker's that has work, or had work after `rested`."""
         if slot == self._mine:
             return False
         if since < 0:
@@ -128,7 +127,7 @@ class SharedCores:
         return now - since < SILENT_NS or not self._is_gone(slot)  # a step may take long
 
     def _waits(self, others: list[int], share: int, now: int) -> bool:
-        """Request our cores back. Return whether another step still uses one."""
+        """Request our cores back. Return whether others' steps still use them."""
         waits = False
         for slot in others:
             if self._allowed[slot] > share:  # noqa: PLR1730  # otherwise do not write, because its step may be ending or beginning

@@ -1,4 +1,4 @@
-"""Sets the number of CPU threads of each step."""
+"""Sets each step's CPU threads: as many as `ThreadLimit` allows, if other workers leave the cores."""
 
 import torch
 
@@ -7,7 +7,7 @@ from engine.cpu.thread_limit import ThreadLimit
 
 
 class StepThreads:
-    """As many threads as `limit` allows, if other workers leave the cores. Use it on the computing thread."""
+    """Use it on the computing thread."""
 
     def __init__(self, limit: ThreadLimit, cores: SharedCores | None = None) -> None:
         self._limit = limit
@@ -20,7 +20,7 @@ class StepThreads:
             threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
                 return LOOK_S
-        torch.set_num_threads(threads)  # in any case, as earlier steps may have set OpenMP's threads but not MKL's
+        torch.set_num_threads(threads)  # always, as earlier steps may have set OpenMP's threads but not MKL's
         self._limit.begin(threads)
         return 0
 

@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 WINDOW_S: Final = 0.05  # minimum time in steps between two decisions
 CONTENDED: Final = 0.5  # mean cores waited for at which the limit falls; a busy process causes about 1
 ROOM: Final = 0.5  # unused cores that one more thread requires
-LOOK_S: Final = 0.2  # interval of reading unused cores, which the kernel counts in hundredths of a second
+LOOK_S: Final = 0.2  # between readings of unused cores, which the kernel counts in hundredths of a second
 FIRST_RETRY_S: Final = 0.25  # pause before one more thread is tried, if there is room
-LAST_RETRY_S: Final = 16.0  # the same if there is no room, or after failed tries
-RETRY_WINDOWS: Final = 10  # minimum of a longer pause in windows, because long steps extend windows
+LAST_RETRY_S: Final = 16.0  # the same without room, or after failed tries
+RETRY_WINDOWS: Final = 10  # minimum of a longer pause, because long steps extend windows
 TRIED_WINDOWS: Final = 2  # trial period of an added thread
 LOG_EVERY_S: Final = 30.0
 
@@ -32,8 +32,7 @@ class ThreadLimit:
     Args:
         threads: limit on an otherwise idle machine.
         decode_threads: limit for a step of decodes only.
-        waited_s: returns the total seconds that threads waited for cores; default: `ComputeDelay`.
-        unused_s: returns the total core seconds that others did not use; None: unknown.
+        waited_s: returns the seconds that threads waited for cores; default: `ComputeDelay`.
     """
 
     def __init__(
@@ -52,15 +51,15 @@ class ThreadLimit:
         self._clock = clock
         self._retry_s = FIRST_RETRY_S
         self._changed = clock()
-        self._windows = TRIED_WINDOWS + 1  # windows since the last try in which the full limit was used
-        self._tried_with_room = False  # whether there was room at that try
+        self._windows = TRIED_WINDOWS + 1  # with the full limit used, since the last try
+        self._tried_with_room = False
         self._logged = float("-inf")
         self._begun: tuple[float, int] | None = None  # start and threads of the current step
-        self._window_s = 0.0  # duration of the steps in the current window
+        self._window_s = 0.0  # of the steps in the current window
         self._waited_before_s = 0.0  # `waited_s` at the start of the window
         self._used = 0  # most threads in the window
         self._look: tuple[float, float | None] | None = None  # time and value of `unused_s`
-        self._has_room = False  # whether there was an unused core then
+        self._has_room = False  # at that time
 
     def of_step(self, *, prompts: bool) -> int:
         return self.threads if prompts else min(self.threads, self._decode_threads)
@@ -85,7 +84,7 @@ class ThreadLimit:
             self._window_s, self._used = 0.0, 0
 
     def _judge(self, contended: float, now: float) -> None:
-        """Set the limit. `contended` is the mean number of cores waited for."""
+        """`contended`: the mean number of cores waited for."""
         if self._used == self.threads:
             self._windows += 1
         if contended >= CONTENDED:
@@ -94,7 +93,7 @@ class ThreadLimit:
         elif self._used == self.threads < self._all:
             self._look_for_room(now)
             retry_s = self._retry_s if self._has_room else LAST_RETRY_S
-            if retry_s > FIRST_RETRY_S:  # the try is likely to fail
+            if retry_s > FIRST_RETRY_S:
                 retry_s = max(retry_s, RETRY_WINDOWS * self._window_s)
             proved = self._has_room and self._windows == 1  # the added thread got a core, so add the next
             if proved or now - self._changed >= retry_s:

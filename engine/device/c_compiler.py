@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def find_c_compiler() -> str | None:
-    """Path of the compiler that Triton would take. None if it or Python.h is missing: a kernel's first launch would fail."""
+    """Path of the compiler that Triton would take; None if it or Python.h is missing, as a first launch would fail."""
     scheme = sysconfig.get_default_scheme()
-    if scheme == "posix_local":  # Debian's, of packages; the headers are where Python itself is
+    if scheme == "posix_local":  # Debian's, for packages; the headers are Python's own
         scheme = "posix_prefix"
     if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file():
         return None

@@ -15,17 +15,14 @@ def to_device(
     device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Copy `values` in stream order; on a CPU the tensor may share their memory.
-
-    torch keeps the pinned memory until the device has read it.
-    """
-    # numpy reads a list in half the time
+    """Copy `values` in stream order; on a CPU the tensor may share their memory."""
+    # numpy reads a list in half the time; torch keeps pinned memory until the device has read it
     host = torch.as_tensor(values if isinstance(values, torch.Tensor) else np.asarray(values), dtype=dtype)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """A copy, readable after a later `Arrival`; on a CPU `values` itself."""
+    """Return a copy, readable after a later `Arrival`; on a CPU `values` itself."""
     return values.to("cpu", non_blocking=True)
 
 

@@ -1,4 +1,4 @@
-"""A device's memory: what holds it, and the rest for KV pages."""
+"""What holds a device's memory, and the rest for KV pages."""
 
 import gc
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +14,7 @@ SMALLER: Final = (
     "by engine.tensor_parallel"
 )
 BESIDE_OTHERS: Final = "end other processes on this device, or choose another one"
-KEPT_FREE: Final = 0.02  # share of the device that no pool takes, however little other processes leave
+KEPT_FREE: Final = 0.02  # share of the device that no pool takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class DeviceMemory(Protocol):
     def start_peak(self) -> None: ...
 
     def peak(self) -> int:
-        """The most that this process's tensors have held since `start_peak`, with what was cached."""
+        """The most that this process's tensors have held since `start_peak`, with cached memory."""
 
 
 class CudaMemory:
@@ -56,7 +56,7 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What holds a device's memory before its KV pages are allocated, in bytes."""
+    """Bytes before KV pages are allocated."""
 
     total: int
     free: int  # with weights and compiled products in place
@@ -88,7 +88,7 @@ class MemoryUse:
         return min(self.share_left(utilization), self.free_left)
 
     def by_others(self, utilization: float, needed: int = 0) -> bool:
-        """Whether this process's share has `needed` bytes for KV pages, but other processes hold a part of it."""
+        """Whether this process's share has `needed` bytes, but other processes hold a part of it."""
         return self.free_left < self.share_left(utilization) >= needed
 
     def shortage(self, needed: int, utilization: float) -> str:
@@ -122,15 +122,12 @@ class MemoryUse:
 
 
 def lack_of_memory(by_others: bool) -> type[CannotServe]:
-    """The error for too little memory at start.
-
-    A later start may find the memory of other processes free. That of a process that was killed returns with a delay.
-    """
+    """Return the error: a later start may find the memory of other processes free, as that of a killed one returns late."""
     return CannotServe if by_others else WrongSettings
 
 
 def fits_alone(num_bytes: int, total: int) -> bool:
-    """Whether a device of `total` bytes would have room without other processes."""
+    """Return whether a device of `total` bytes would have room without other processes."""
     return num_bytes <= (1 - KEPT_FREE) * total
 
 

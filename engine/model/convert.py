@@ -23,7 +23,7 @@ from engine.model.gguf_tokenizer import end_tokens, save_tokenizer
 
 STEPS: Final = 3
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
-# keys that change the result, and their names in transformers
+# keys that change results, and transformers' names
 CHECKED: Final = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -38,10 +38,7 @@ class CannotConvert(Exception):
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write weights, configuration and tokenizer into `target`.
-
-    Raises: CannotConvert.
-    """
+    """Raises: CannotConvert."""
     disable_progress_bar()  # we show our own progress
     _report(0)
     reader = _read(source)
@@ -81,7 +78,7 @@ def _read(source: Path) -> GGUFReader:
 
 
 def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
-    """Raises: CannotConvert, if a value of the file is missing in the model."""
+    """Raises: CannotConvert, if the model lacks a value of the file."""
     if missing := sorted(loading["missing_keys"]):
         raise CannotConvert(f"it lacks {len(missing)} of the model's tensors, among them {missing[0]}")
     architecture = reader.fields["general.architecture"].contents()
@@ -95,7 +92,7 @@ def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
 
 
 def _scale_attention(reader: GGUFReader, config: Any) -> None:
-    """Set `query_pre_attn_scalar`, which GGUF lacks, as llama.cpp does. transformers assumes 256.
+    """Set `query_pre_attn_scalar`, which GGUF lacks, as llama.cpp does; transformers assumes 256.
 
     Raises: CannotConvert.
     """
@@ -112,13 +109,11 @@ def _scale_attention(reader: GGUFReader, config: Any) -> None:
 
 
 def _dtype(reader: GGUFReader) -> torch.dtype:
-    """Return the matrices' dtype if they are not quantised, else bfloat16.
-
-    llama.cpp writes some matrices of an F16 file in F32, such as routers of experts.
-    """
+    """Return the matrices' dtype if they are not quantised, else bfloat16."""
     kinds = {tensor.tensor_type for tensor in reader.tensors if len(tensor.shape) > 1}
     if kinds == {F32}:
         return torch.float32
+    # llama.cpp writes some matrices of an F16 file in F32, such as routers
     return torch.float16 if kinds <= {F32, F16} else torch.bfloat16
 
 

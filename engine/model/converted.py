@@ -18,9 +18,9 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 3  # of the conversion; a new version converts models again
+VERSION: Final = 3  # a new one converts models again
 PROGRESS_MARK: Final = "progress\t"
-REASON_MARK: Final = "reason\t"  # starts the reason of a failure
+REASON_MARK: Final = "reason\t"
 WARNING_MARK: Final = "warning\t"
 
 
@@ -33,7 +33,7 @@ def converted_dir(
     source: Callable[[], Path],
     generation: Mapping[str, float | bool],
 ) -> Path:
-    """Directory `<name>-<key>-v<VERSION>` in `models_dir`, converted if it does not exist.
+    """Return the directory `<name>-<key>-v<VERSION>`, converted if it does not exist.
 
     It appears complete, by a rename. A lock makes other processes wait.
 
@@ -75,16 +75,13 @@ def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) ->
 
 
 def _seconds(file: Path) -> int:
-    """Estimate the duration of a conversion: half a minute for 100 MB on two cores."""
+    """Estimate a conversion's duration: half a minute for 100 MB on two cores."""
     return 10 + 10 * round(file.stat().st_size / 50e6)
 
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
-    """Lock `path` against other processes. The lock is released when it is closed, or when this process dies.
-
-    Calls `waiting` with 0 before it waits, and with 1 after.
-    """
+    """Lock `path` until it is closed or this process dies. Calls `waiting` with 0 before it waits, and with 1 after."""
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,7 +95,7 @@ def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
 def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[str], progress: Progress) -> None:
     """Convert in a child process, so that this one needs neither torch nor the memory.
 
-    The child inherits the lock, so the path stays locked if this process is killed.
+    The child inherits the lock, which holds if this process is killed.
     """
     command = [sys.executable, "-m", "engine.model.convert", str(source), *map(str, finishing)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -28,7 +28,7 @@ def named_end(directory: Path, configured: Any) -> list[int]:
 
 
 def read_end_tokens(directory: Path) -> frozenset[int]:
-    """Read the end tokens from a model's files, even if the engine cannot load the model. Raises: ModelUnavailable."""
+    """Read them even if the engine cannot load the model. Raises: ModelUnavailable."""
     path = directory / CONFIG_FILE
     config = read_json(path) if path.is_file() else {}
     return frozenset(named_end(directory, config.get("text_config", config).get("eos_token_id")))

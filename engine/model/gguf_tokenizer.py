@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file. transformers reads it, and this module corrects what differs from llama.cpp."""
+"""The tokenizer of a GGUF file, as transformers reads it, with corrections of what differs from llama.cpp."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ SINGLE_DIGITS: Final = frozenset({
     "codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder",
 })  # fmt: skip
 AS_GPT2: Final = frozenset({"gpt-2", "jais", "mpt", "olmo", "phi-2"})
-# Texts begin with a token unless the file says otherwise, and pieces in the vocabulary need no merges.
+# texts begin with a token unless the file says otherwise, and pieces in the vocabulary need no merges
 AS_LLAMA3: Final = frozenset({
     "falcon-h1", "falcon3", "jina-v5-nano", "lfm2", "llama-bpe", "llama-v3", "llama3", "midm-2.0", "pixtral", "tekken",
 })  # fmt: skip
@@ -33,7 +33,7 @@ PLAIN: Final = {"single_word": False, "lstrip": False, "rstrip": False, "normali
 
 
 def save_tokenizer(source: Path, reader: GGUFReader, target: Path, warn: Callable[[str], None]) -> None:
-    """Write the tokenizer of `source`, which `reader` has open, into the directory `target`."""
+    """Write the tokenizer of `source`, which `reader` has open, into `target`."""
     tokenizer: Any = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
     splitter = _value(reader, "pre")
     is_byte_level = _value(reader, "model") == "gpt2"
@@ -56,7 +56,7 @@ def save_tokenizer(source: Path, reader: GGUFReader, target: Path, warn: Callabl
 
 
 def end_tokens(reader: GGUFReader) -> list[int]:
-    """Ids that end a text or a turn. transformers reads the first of END_KEYS alone."""
+    """Return ids that end a text or a turn. transformers reads only the first of END_KEYS."""
     named = {name: i for i, name, kind in _tokens(reader) if kind == CONTROL and name in END_NAMES}
     if "<|return|>" in named:
         named.pop("<|end|>", None)  # in gpt-oss it ends a message, and the answer continues with the next
@@ -64,7 +64,7 @@ def end_tokens(reader: GGUFReader) -> list[int]:
 
 
 def _split_as_trained(tokenizer: Any, splitter: Any, warn: Callable[[str], None]) -> None:
-    """Split texts before BPE as the authors did. transformers splits as GPT-2 where it does not know the splitter."""
+    """Split texts before BPE as the authors did. transformers splits as GPT-2 if it does not know the splitter."""
     if splitter in SINGLE_DIGITS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [
@@ -79,8 +79,8 @@ def _split_as_trained(tokenizer: Any, splitter: Any, warn: Callable[[str], None]
 def _name_as_in_file(saved: dict[str, Any], reader: GGUFReader) -> None:
     """Give the added tokens of a byte-level vocabulary the file's names and ids.
 
-    transformers writes characters outside the byte alphabet as bytes, as in DeepSeek's tokens, and adds those tokens a
-    second time after the vocabulary. There it also adds tokens that the file lacks, such as GPT-2's `<|endoftext|>`.
+    transformers writes characters outside the byte alphabet as bytes, as in DeepSeek's tokens. It adds those tokens again
+    after the vocabulary, and tokens that the file lacks, such as GPT-2's `<|endoftext|>`.
     """
     tokens = list(_tokens(reader))
     names = {name: i for i, name, _ in tokens}
@@ -98,7 +98,7 @@ def _name_as_in_file(saved: dict[str, Any], reader: GGUFReader) -> None:
 
 
 def _tokens(reader: GGUFReader) -> Iterator[tuple[int, str, int]]:
-    """Id, name and type of each token; none if the file has no types."""
+    """Yield id, name and type of each token; none if the file has no types."""
     names, kinds = (reader.fields.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
     if names is not None and kinds is not None:
         for i, (name, kind) in enumerate(zip(names.contents(), kinds.contents(), strict=False)):
@@ -106,7 +106,7 @@ def _tokens(reader: GGUFReader) -> Iterator[tuple[int, str, int]]:
 
 
 def _parts(of: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A step of a tokenizer, or the steps of a sequence."""
+    """Yield a step of a tokenizer, and those in it if it is a sequence."""
     if of is not None:
         yield of
         for name in ("pretokenizers", "decoders", "processors"):

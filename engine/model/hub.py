@@ -15,10 +15,7 @@ OTHERS: Final = ["original/*", "consolidated*.safetensors"]  # not fetched: the 
 
 
 def fetch(model: str, progress: Progress) -> Path:
-    """Return the directory of the hub's snapshot of `model`, from the local cache if nothing has changed.
-
-    Raises: ModelUnavailable.
-    """
+    """Return the snapshot's directory, from the local cache if nothing has changed. Raises: ModelUnavailable."""
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,7 +34,7 @@ def fetch(model: str, progress: Progress) -> Path:
 
 
 def _cause(exc: Exception) -> str:
-    """Return the cause and the remedy in one line, because a supervisor shows only the last line of a message."""
+    """Return cause and remedy in one line, because a supervisor shows only a message's last line."""
     if isinstance(exc, LocalEntryNotFoundError):
         return "no connection, or no such model. Check both, or give a local directory"
     if isinstance(exc, HFValidationError):

@@ -7,7 +7,7 @@ from typing import Final
 
 from engine.model.model_files import CONFIG_FILE, read_header
 
-SAMPLES: Final = 16  # number of samples from each weight file
+SAMPLES: Final = 16  # of each weight file
 SAMPLE_BYTES: Final = 4096
 INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # may differ between equal weights
 
@@ -29,12 +29,12 @@ def weights_identity(name: str, directory: Path) -> str:
 
 
 def random_identity(name: str, directory: Path, seed: int, device: str) -> str:
-    """Return the identity of random weights, including the device: equal seeds give equal weights only on equal devices."""
+    """Include the device, because equal seeds give equal weights only on equal devices."""
     return f"{name}@random{seed}-{device}-{_config_digest(directory).hexdigest()[:12]}"
 
 
 def sample_file(digest: "hashlib._Hash", path: Path, start: int = 0) -> None:
-    """Add a file's size and evenly spaced samples, from `start` on, to `digest`."""
+    """Add a file's size, and evenly spaced samples from `start` on."""
     size = path.stat().st_size
     digest.update(f"\0{size}\0".encode())
     with path.open("rb") as file:

@@ -29,7 +29,7 @@ from engine.sharding.heads import check_heads, query_heads
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    module: Any  # transformers' module, in eval mode
+    module: Any  # transformers', in eval mode
     layout: KvLayout  # of this rank
     device: torch.device
     vocab_size: int
@@ -41,7 +41,7 @@ class LoadedModel:
 
 
 class Headless(torch.nn.Module):
-    """A model without an output layer: its `logits` are hidden states."""
+    """A model without an output layer, whose `logits` are hidden states."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Headless(torch.nn.Module):
         return self.base.get_input_embeddings()
 
     def forward(self, *, logits_to_keep: torch.Tensor | None = None, **inputs: Any) -> CausalLMOutput:
-        """Return as `logits` hidden states [1, K, size] of the tokens at `logits_to_keep` [K]; None: all."""
+        """Return hidden states [1, K, size] of the tokens at `logits_to_keep` [K]; None: all."""
         hidden = self.base(**inputs).last_hidden_state
         return CausalLMOutput(logits=hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
@@ -121,7 +121,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
 
 
 def _moved(module: Any, device: torch.device) -> Any:
-    """Move weights to `device`. Raises: WrongSettings, if they do not fit; CannotServe, if other processes hold the memory."""
+    """Raises: WrongSettings, if weights do not fit; CannotServe, if other processes hold the memory."""
     try:
         return module.to(device)
     except torch.OutOfMemoryError as exc:
@@ -135,11 +135,10 @@ def _moved(module: Any, device: torch.device) -> Any:
 
 
 def pick_device(name: str, rank: int = 0) -> torch.device:
-    """Choose a device: `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+    """Return rank 0's device, or for later ranks one after it; they share a CPU. A CUDA device has an index.
 
-    Later ranks use the devices after it; on a CPU they share it.
+    `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
 
-    Returns: the device; a CUDA device has an index.
     Raises: DeviceUnavailable.
     """
     if name == "auto":

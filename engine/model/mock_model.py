@@ -39,7 +39,7 @@ def is_mock(model: str) -> bool:
 
 
 def mock_dir(models: Path) -> Path:
-    """Write the directory if it is missing or of another release."""
+    """Write what is missing or of another release."""
     directory = models / MOCK
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in _files().items():
@@ -67,7 +67,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically, by a rename, because several workers may start at once."""
+    """Write by a rename, because several workers may start at once."""
     if path.is_file() and path.read_text() == text:
         return
     draft = path.with_name(f".{path.name}.{uuid4().hex}")

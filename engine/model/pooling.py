@@ -15,7 +15,7 @@ from engine.model.model_files import CONFIG_FILE, read_json, read_size
 
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
-SWITCH: Final = "pooling_mode_"  # keys of older files; newer ones have `pooling_mode`
+SWITCH: Final = "pooling_mode_"  # in older files; newer ones have `pooling_mode`
 HEADLESS: Final = re.compile(r"\w+(?<!LMHead)Model")
 PoolingMode = Literal["last", "mean", "cls"]
 MODES: Final[dict[str, PoolingMode]] = {

@@ -17,7 +17,7 @@ from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
 PROBE: Final = "kvmesh-probe"
-POSITIONS: Final = 1 << 18  # number of positions compared; a window of at least this size counts as none
+POSITIONS: Final = 1 << 18  # compared; a window of at least this size counts as none
 
 
 @torch.inference_mode()
@@ -51,7 +51,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
 
 
 class _Witness:
-    """Records which layers attend, and refuses unexpected shapes."""
+    """Records layers that attend, and refuses unexpected shapes."""
 
     def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
         self.layers: list[int] = []
@@ -98,10 +98,7 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compare the mask, then call `attend_paged`.
-
-    Raises: UnsupportedModel.
-    """
+    """Compare the mask, then call `attend_paged`. Raises: UnsupportedModel."""
     if attention_mask is None or attention_mask.shape != (1, 1, 1, 1) or attention_mask.dtype != torch.int64:
         raise UnsupportedModel(f"{type(module).__name__} does not take transformers' masks as they are")
     if min(sliding_window or POSITIONS, POSITIONS) != (window := int(attention_mask)):

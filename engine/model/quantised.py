@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are quantised, by its config.json, and which of these formats are unpacked at load."""
+"""How a checkpoint's weights are quantised, by its config.json, and which formats are unpacked at load."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,7 +17,7 @@ def method_of(config: Any) -> str:
 
 
 def unpacker(config: Any) -> Unpack | None:
-    """Return what unpacks the weights as they are read; None for plain weights, and for other formats than these."""
+    """Return what unpacks weights as they are read; None for plain weights and for other formats."""
     about = _about(config)
     match method_of(config):
         case "mxfp4" if config.model_type == "gpt_oss":
@@ -37,7 +37,7 @@ def unpacker(config: Any) -> Unpack | None:
 
 
 def forget(config: Any) -> None:
-    """Remove the description of quantised weights: transformers would choose kernels by it."""
+    """Remove the description of quantised weights, by which transformers would choose kernels."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):
             del each.quantization_config

@@ -65,7 +65,7 @@ def is_random(model: str) -> bool:
 
 
 def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
-    """Return the directory of `model`, which is converted or downloaded if needed.
+    """Return the model's directory, converted or downloaded if needed.
 
     Args:
         model: a built-in name, a directory, a config.json (random weights), a GGUF file, a hub id, `mock`, or any of
@@ -119,7 +119,7 @@ def check_config_file(directory: Path) -> None:
 
 
 def local_path(model: str) -> Path | None:
-    """Return the directory or GGUF file that `model` names; None for other names."""
+    """Return the directory or GGUF file that `model` names, if any."""
     if not model or model == MOCK or model in WHEEL_MODELS:
         return None
     path = Path(model).expanduser()
@@ -162,7 +162,7 @@ def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
 
 
 def wheel_file(wanted: WheelModel) -> Path:
-    """Find the file without importing the wheel, which would need llama.cpp."""
+    """Find the file without an import of the wheel, which would need llama.cpp."""
     try:
         listed = files(wanted.distribution) or []
     except PackageNotFoundError:

@@ -28,8 +28,7 @@ def read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        # The first paragraph is the cause; the rest explains how to update transformers.
-        cause = " ".join(str(exc).partition("\n\n")[0].split())
+        cause = " ".join(str(exc).partition("\n\n")[0].split())  # the rest explains how to update transformers
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {cause}") from exc
 
 
@@ -38,9 +37,9 @@ class ModelSource:
     name: str
     directory: Path
     config: Any
-    auto: Any  # transformers' class of models with or without an output layer
+    auto: Any  # AutoModelForCausalLM or AutoModel
     dtype: torch.dtype
-    unpack: Unpack | None  # for quantised weights
+    unpack: Unpack | None
 
     def skeleton(self) -> Any:
         """Return the whole model without memory for its weights."""
@@ -48,7 +47,7 @@ class ModelSource:
             return self.auto.from_config(self.config, attn_implementation=IMPLEMENTATION)
 
     def random(self, device: torch.device) -> Any:
-        """Create random weights, the same in every process. The caller's random state does not change."""
+        """Create the same random weights in every process. The caller's random state does not change."""
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with self._building(), forked, device:
             torch.manual_seed(RANDOM_SEED)

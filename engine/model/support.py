@@ -18,7 +18,7 @@ NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max
 
 
 def check_config(name: str, config: Any) -> None:
-    """Check everything but attention, which `engine.model.probe` does. Raises: UnsupportedModel."""
+    """Check all but attention, for which there is `engine.model.probe`. Raises: UnsupportedModel."""
     try:
         found = [reason for reason, applies in _reasons(config).items() if applies]
     except RuntimeError as exc:  # raised if the layers differ
@@ -56,10 +56,8 @@ def _quantised(method: str) -> str:
 
 
 def check_stored(name: str, files: Iterable[Path], unpacked: bool) -> None:
-    """Check the dtypes of weights, as a quantised model's config.json may not mention it.
+    """Check dtypes, as a quantised model's config.json may not mention it. `unpacked`: 8-bit numbers with scales are allowed.
 
-    Args:
-        unpacked: whether 8-bit numbers that have scales are unpacked.
     Raises: UnsupportedModel, ModelUnavailable.
     """
     tensors = {tensor: str(about["dtype"]) for path in files for tensor, about in read_tensors(path).items()}
@@ -72,12 +70,10 @@ def check_stored(name: str, files: Iterable[Path], unpacked: bool) -> None:
 
 
 def check_unexpected(name: str, module: Any, keys: Iterable[str]) -> None:
-    """Refuse extra tensors of layers that the model has, such as biases and scales.
+    """Refuse extra tensors of layers that the model has, such as biases and scales. `keys`: tensors without a place.
 
-    Other extra tensors belong to parts that are not computed here, such as a vision tower.
+    Others belong to parts that are not computed here, such as a vision tower.
 
-    Args:
-        keys: tensors that transformers could not assign.
     Raises: UnsupportedModel.
     """
     if found := sorted(key for key in keys if _has_layer_of(module, key)):
@@ -101,10 +97,10 @@ def _layers(module: Any, name: str) -> Iterator[Any]:
 
 
 def max_positions(config: Any) -> int:
-    """Return the longest context in which a request's rotary frequencies do not depend on the batch.
+    """Return the longest context in which rotary frequencies do not depend on the batch.
 
-    transformers' "longrope" switches frequencies when any position of the batch exceeds the original context.
-    Cached keys keep the old ones.
+    transformers' "longrope" switches them when any position of the batch exceeds the original context. Cached keys keep
+    the old ones.
     """
     ropes = getattr(config, "rope_parameters", None) or {}
     each = list(ropes.values()) if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]
