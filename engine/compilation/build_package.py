@@ -28,24 +28,23 @@ from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
-ENOUGH: Final = 1024  # minimum number of elements, in the example, of a loop that is divided between threads
+ENOUGH: Final = 1024  # elements, in the example, from which a loop is divided between threads
 ONCE: Final = {
     "aot_inductor.precompile_headers": False,  # they take 7 s and 290 MB in /tmp, and only help the next package
     # PyPI's torch has the functions that inductor would check for by compiling four libraries, which takes 8 s.
     "cpp.vec_isa_ok": platform.machine() == "x86_64" or None,
-    # Inductor divides a loop only if each of this machine's cores would get this many elements. With its default, no
-    # loop would be divided on 64 cores, not even between two threads.
+    # Inductor divides a loop only if each of this machine's cores would get this many elements: by default, none on 64.
     "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
 }
 OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # weights are folded in and packed
 NO_WEIGHTS: Final = ONCE | {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
 EXAMPLE: Final = 8  # tokens
-UNFINISHED: Final = ".unfinished"  # suffix of a directory
+UNFINISHED: Final = ".unfinished"  # suffix of a package's directory
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The argument of the compiling process, as JSON."""
+    """The compiling process's argument, as JSON."""
 
     model: str
     state_dir: str
@@ -57,7 +56,7 @@ class Job:
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
-    """Compile a package for steps of 2 to `max_tokens` tokens. The directory `path` is created by a rename."""
+    """Compile for steps of up to `max_tokens` tokens. The directory `path` is created by a rename."""
     step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
     example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
@@ -74,7 +73,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
         )
         merge_products(program.graph)
         unfinished = path.with_suffix(UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process; only one process builds at a time
+        shutil.rmtree(unfinished, ignore_errors=True)  # a killed process's: only one builds at a time
         unfinished.mkdir()
         archive, package = unfinished / "archive.pt2", unfinished / "package"
         try:
@@ -88,7 +87,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
 
 
 def _unpack(archive: Path, package: Path) -> None:
-    """Extract the library, and the list of operators that it calls, which torch expects under the same name."""
+    """Extract the library and its list of operators, which torch expects under the same name."""
     package.mkdir()
     with zipfile.ZipFile(archive) as members:
         for member in members.namelist():
@@ -103,7 +102,7 @@ def main() -> None:
     _lower_priority()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     job = TypeAdapter(Job).validate_json(sys.argv[1])
-    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number that is set when they run
+    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number set when they run
     loaded = load_model(job.model, job.config, Path(job.state_dir), silent)
     load_kernels(Path(job.state_dir))
     pack_linears(loaded.module)
@@ -111,18 +110,16 @@ def main() -> None:
 
 
 def _lower_priority() -> None:
-    """Lower the priority, so that this process only uses idle cores.
-
-    With autogroup, `nice` only applies within a session: a worker of the same session took 1 s per token, not 30 ms.
-    """
+    """Use only idle cores."""
     os.nice(19)
+    # with autogroup, `nice` only applies within a session: a worker of the same one took 1 s per token, not 30 ms
     with suppress(OSError):  # already a session leader, or a kernel without autogroup
         os.setsid()
         Path("/proc/self/autogroup").write_text("19")
 
 
 def _end_with_parent() -> None:
-    """Exit at the end of standard input, which is a pipe from the parent."""
+    """Exit when the pipe from the parent ends."""
     os.read(sys.stdin.fileno(), 1)  # not through sys.stdin, whose lock would block the exit
     os._exit(1)
 

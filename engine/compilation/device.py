@@ -30,9 +30,9 @@ from engine.sharding.group import of_all_ranks
 log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
-RECORD_S: Final = 60.0  # time limit for recording all graphs, without compiling
-FEW: Final = 8  # minimum number of tokens in the compiled example
-TYPICAL: Final = 2048  # number of tokens for which inductor chooses and times its kernels
+RECORD_S: Final = 60.0  # limit for recording all graphs, without compiling
+FEW: Final = 8  # minimum of tokens in the compiled example
+TYPICAL: Final = 2048  # tokens for which inductor chooses and times its kernels
 ROTATIONS: Final = ("cos", "sin")  # methods that compute rotary embeddings
 
 Compiler = Callable[[torch.nn.Module], Compute]
@@ -46,7 +46,7 @@ class _Step(StepAttention, Protocol):
 
 
 class NoAttention:
-    """Attention for compiling a model, which uses no pages."""
+    """For compiling a model, without pages."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
@@ -67,10 +67,7 @@ class Traced(torch.nn.Module):
 
 
 class DeviceForward:
-    """A forward that is eager until a thread has compiled the model.
-
-    Only `record` records graphs. Construction replaces linear layers (`share_linears`).
-    """
+    """A forward that is eager until a thread has compiled the model. Construction replaces linear layers."""
 
     def __init__(
         self,
@@ -80,7 +77,7 @@ class DeviceForward:
         compiler: Compiler,
         typical: int = FEW,
     ) -> None:
-        """`attention` must be `Recordable` if `recorder` is given. `typical`: number of tokens in the compiled example."""
+        """`attention` must be `Recordable` if `recorder` is given. `typical`: tokens in the compiled example."""
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
@@ -115,7 +112,7 @@ class DeviceForward:
 
     @torch.inference_mode()
     def record(self, attention: AttentionBackend, progress: Progress, most: int | None = None) -> tuple[int, int]:
-        """Record decode graphs over `attention`'s pages, or continue recording. Graphs over other pages are freed.
+        """Record decode graphs over `attention`'s pages, or further ones. Graphs over other pages are freed.
 
         Returns: the number of graphs, and the number without `most` and the time limit.
         """
@@ -148,7 +145,7 @@ class DeviceForward:
         return recorded, wanted
 
     def forget_graphs(self) -> None:
-        """Free the graphs and the reference to the pages that they read."""
+        """Free the graphs and the pages that they read."""
         self._graphs = self._attention = None
 
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, step: StepAttention) -> Tensor:
@@ -194,13 +191,13 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Compile the kernels of short and longer chunks, with one and with several spans, on page 0."""
+        """Compile kernels of short and longer chunks, with one and with several spans, on page 0."""
         assert self._attention is not None
         longest = self._attention.limits.context if isinstance(self._attention, Recordable) else 0
         for length in (SHORT_CHUNK, SHORT_CHUNK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
-            # for several spans: a chunk of n blocks has spans n times as long, and no more blocks than tokens
+            # enough for several spans: a chunk of n blocks has spans n times as long, and no more blocks than tokens
             for context in {length, max(length, min(length + length * SPAN, longest))}:
                 table = [0] * self._layout.pages_for(context)
                 self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [context], [table])))
@@ -209,10 +206,7 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """Choose the forward and compile it. Graphs are recorded later, by `DeviceForward.record`.
-
-    It waits even with `compile=auto`, because compiling while the GPU serves would mean minutes of slow steps.
-    """
+    """Wait for the compiler even with `compile=auto`, because compiling while the GPU serves would slow steps for minutes."""
     reason = why_eager(config)
     if reason is not None:
         log.info("the model runs eagerly", extra={"reason": reason})
@@ -225,7 +219,7 @@ def choose_device_forward(
 
 
 def _on_all_ranks(record: Recorder, device: torch.device) -> Recorder:
-    """Return a recorder that fails on all ranks if one fails: ranks that replay different graphs would hang in a sum."""
+    """Fail on all ranks if one fails, because ranks that replay different graphs would hang in a sum."""
 
     def record_on_all(work: Callable[[], None]) -> Callable[[], None]:
         replay, failure = work, None
@@ -266,7 +260,7 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def keep_rotations(graph: torch.fx.Graph) -> int:
-    """Make the sines and cosines in `graph`, as torch.compile traced it, tensors that are computed once per step.
+    """Compute the sines and cosines in `graph`, as torch.compile traced it, once per step.
 
     On a GPU, inductor would inline them into a kernel of each layer, which would compute them again for every head.
     Returns: their number.

@@ -47,7 +47,7 @@ class EagerForward:
 
 
 class Exported(torch.nn.Module):
-    """The forward with only tensors as arguments, for export."""
+    """The forward of tensors alone, for export."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -66,15 +66,12 @@ class Exported(torch.nn.Module):
 
 
 class PackagedForward:
-    """A loaded package, for steps of the C++ kernel. It runs without the GIL."""
+    """A package, for steps of the C++ kernel. It runs without the GIL."""
 
     kind: Final = "compiled"
 
     def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
-        """Load the package, with the weights of `module` unless it has its own.
-
-        Raises: KernelsUnavailable; RuntimeError, for a directory that is not a package.
-        """
+        """Raises: KernelsUnavailable; RuntimeError, for a directory that is not a package."""
         load_package_class(state_dir)
         self._package = torch.classes.kvmesh_package.Package(str(path / LIBRARY))
         if not has_own_weights(module):
@@ -93,7 +90,7 @@ class PackagedForward:
 
 
 def has_own_weights(module: torch.nn.Module) -> bool:
-    """Return whether a package contains the weights. Packed ones are shared with the module."""
+    """Return whether a package has its own weights. Packed ones are shared with the module."""
     return not is_packed(module)
 
 

@@ -48,29 +48,29 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # work → its re
 
 
 class CudaRecorder:
-    """Records graphs. They run one at a time, so they share a memory pool."""
+    """Its graphs run one at a time, so they share a memory pool."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work`, which has already run, so that nothing is compiled now.
+        """Record `work`, which has run before, so that nothing is compiled now.
 
         Raises: CaptureFailed, after which nothing more may be recorded; torch's error if the device is lost.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # other threads copy KV pages at the same time
+            # thread_local, because other threads copy KV pages
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as exc:
             self._abandon(stream)
-            cause = exc.__context__ or exc  # the error of ending a broken capture hides its cause
+            cause = exc.__context__ or exc  # the capture's end raises another error
             raise CaptureFailed(str(cause)) from exc
         return graph.replay
 
     def _abandon(self, stream: torch.cuda.Stream) -> None:
-        """Reset the stream and memory pool, which `torch.cuda.graph` does not do if ending the capture fails."""
+        """Reset what `torch.cuda.graph` does not if ending the capture fails."""
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError):  # the capture may have ended
             torch._C._cuda_endAllocateToPool(stream.device_index, self._memory)
@@ -96,7 +96,7 @@ class DecodeGraphs:
         return len(self._sizes)
 
     def record_all(self, deadline: float, progress: Progress, most: int | None = None) -> int:
-        """Record the graphs, largest first. Sizes not recorded by `deadline`, or beyond `most`, run in a larger graph.
+        """Record the largest graphs first. Sizes not recorded by `deadline`, or beyond `most`, run in a larger graph.
 
         Returns: the number of recorded graphs.
         Raises: CaptureFailed.

@@ -1,4 +1,4 @@
-"""Finds, builds and loads a model's compiled package."""
+"""Builds and loads a model's compiled package."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ FORMAT: Final = 7  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # compiling a smaller model is not worth a minute
 MAX_PARAMETERS: Final = 2_000_000_000  # limit for packages with their own weights
 KEPT_PACKAGES: Final = 4
-LEFT_AFTER_S: Final = 24 * 3600.0  # age at which an unfinished package is removed; no compilation takes this long
+LEFT_AFTER_S: Final = 24 * 3600.0  # age at which an unfinished package is removed
 
 
 class CompilationFailed(Exception):
@@ -38,7 +38,7 @@ class CompilationFailed(Exception):
 
 
 class CompiledWhenReady:
-    """Runs eagerly until the package is loaded, which a child process builds."""
+    """Runs eagerly until a child process has built the package."""
 
     def __init__(self, loaded: LoadedModel, job: Job) -> None:
         self._forward: Forward = EagerForward(loaded.module)
@@ -61,7 +61,7 @@ class CompiledWhenReady:
         return self._forward.kind
 
     def is_compiling(self) -> bool:
-        """True also while another worker compiles it."""
+        """Return True even if it is another worker that compiles."""
         return self._thread.is_alive()
 
     def __call__(
@@ -80,7 +80,7 @@ class CompiledWhenReady:
             log.warning("the model runs eagerly, because compiling it failed", extra={"reason": str(exc)})
 
     def _tried(self) -> Forward:
-        """Load the package and check its logits. Raises: CompilationFailed, if they differ from the eager model's."""
+        """Load the package. Raises: CompilationFailed, if its logits differ from the eager model's."""
         path = Path(self._job.package)
         try:
             forward = PackagedForward(path, self._model.module, Path(self._job.state_dir))
@@ -148,7 +148,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
 
 
 def _build(job: Job) -> None:
-    """Build the package unless it exists. Raises: OSError, CompilationFailed."""
+    """Raises: OSError, CompilationFailed."""
     package = Path(job.package)
     if _mark_used(package):  # its directory may be read-only
         return
@@ -159,7 +159,7 @@ def _build(job: Job) -> None:
 
 
 def _mark_used(package: Path) -> bool:
-    """Mark the package as used, if that is allowed. Return False if it does not exist."""
+    """Return False if it does not exist."""
     try:
         os.utime(package)
     except FileNotFoundError:
@@ -184,7 +184,7 @@ def _run_child(job: Job, cache_dir: Path) -> None:
 
 
 def _forget_old(directory: Path) -> None:
-    """Remove old packages and the files of killed processes, because each may be as large as its model."""
+    """Remove old packages and those of killed processes, because each may be as large as its model."""
     packages = sorted(directory.glob("*.package"), key=lambda path: path.stat().st_mtime, reverse=True)
     left = [path for path in directory.glob(f"*{UNFINISHED}") if path.stat().st_mtime < time.time() - LEFT_AFTER_S]
     for path in [*packages[KEPT_PACKAGES:], *left]:

@@ -1,4 +1,4 @@
-"""Steps on scratch pages, for the export or trial of a model."""
+"""Steps on scratch pages, for a model's export or trial."""
 
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
 PROMPT: Final = 40  # tokens, more than two of the smallest pages
-# relative to the logits' root mean square
+# in root mean squares of the logits
 TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
@@ -25,7 +25,7 @@ def step_of(attention: CpuAttention, layout: KvLayout, length: int, context: int
 
 @torch.inference_mode()
 def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
-    """Compare the logits of `forward` with those of the eager `module`, for a prompt and a decode.
+    """Compare logits with those of the eager `module`, for a prompt and a decode.
 
     Returns: the root mean square difference in units of the tolerance: correct up to 1; NaN if any logit is NaN.
     """

@@ -1,1 +1,1 @@
-"""LoRA adapters, applied to the rows of a step."""
+"""LoRA adapters."""

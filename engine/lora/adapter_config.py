@@ -39,9 +39,9 @@ REFUSED: Final = {
 
 
 def adapter_identity(directory: Path) -> str:
-    """Return a hash of the configuration and all weights, because only equal adapters may share KV.
+    """Return a hash, because only equal adapters may share KV.
 
-    All weights are included, because checkpoints of one training may differ in few.
+    It includes all weights, because checkpoints of one training may differ in few.
     """
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     for key in INCIDENTAL:
@@ -61,7 +61,7 @@ class AdapterConfig:
     alphas: Mapping[str, float]
     targets: str | tuple[str, ...]  # "all-linear", a regular expression, or ends of names
     excluded: str | tuple[str, ...]
-    some_layers: bool  # whether `targets` apply to some layers only
+    some_layers: bool  # `targets` apply to some layers only
 
     def rank_of(self, layer: str) -> int:
         return int(_by_pattern(self.ranks, layer, self.rank))
@@ -76,10 +76,7 @@ class AdapterConfig:
 
 
 def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
-    """Read an adapter's configuration.
-
-    Raises: ModelUnavailable; UnsupportedModel, if it has more than low-rank changes of linear layers.
-    """
+    """Raises: ModelUnavailable; UnsupportedModel, if there is more than low-rank changes of linear layers."""
     path = directory / ADAPTER_CONFIG
     try:
         given = json.loads(path.read_text())

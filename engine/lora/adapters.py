@@ -1,4 +1,4 @@
-"""Adapters, which are loaded from PEFT's directories, and applied by the model's linear layers to rows of a step."""
+"""Adapters from PEFT's directories, which the model's linear layers apply to rows of a step."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class PackedLowRank:
-    """A `LowRank` with packed weights, whose rank is padded with zeros to a multiple of PANEL."""
+    """A packed `LowRank`, whose rank is padded with zeros to a multiple of PANEL."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -79,11 +79,11 @@ def any_adapted() -> bool:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear layer that applies to each row of a step the adapter of its request, if any.
+    """A linear layer that applies the adapter of its request, if any, to each row of a step.
 
     Row groups are set per thread, outside the forward, so one compiled forward serves all steps. A row's bits do not depend
-    on other rows' adapters. In an adapted MLP, gate and up are two products, so in bfloat16 its bits differ from those of a
-    model without adapters, where `PackedGate` fuses them.
+    on other rows' adapters. In an adapted MLP, gate and up are two products, so in bfloat16 its bits differ from those of
+    `PackedGate`, which fuses them.
     """
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
@@ -174,7 +174,7 @@ def install_adapters(
 def pack_adapters(adapters: Adapters) -> Adapters:
     """Pack changes in bfloat16 on a CPU, because the bits of torch's products depend on the number of rows.
 
-    Without AVX2, or for sizes that the kernels do not support, changes are not packed.
+    Changes stay as they are without AVX2, or for sizes that the kernels do not support.
     """
     if not can_pack():
         return adapters
@@ -194,7 +194,7 @@ def _packed(change: Change | None, memory: HugeMemory) -> Change | None:
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
-    """Return linear layers by name, without those that get only some rows: experts and the output layer."""
+    """Leave out layers that get only some rows: experts and the output layer."""
     head = module.get_output_embeddings()
     return {
         name: layer

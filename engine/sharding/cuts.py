@@ -1,7 +1,6 @@
-"""Determines which part of a model's weights each rank has.
+"""Which part of a model's weights each rank has, by transformers' `base_model_tp_plan` and `base_model_ep_plan`.
 
-transformers' `base_model_tp_plan` and `base_model_ep_plan` name the layers. If there are fewer KV heads than ranks, they
-are replicated. Attention sinks are cut like the query heads.
+If there are fewer KV heads than ranks, they are replicated. Attention sinks are cut like the query heads.
 """
 
 import re
@@ -19,16 +18,16 @@ from engine.sharding.heads import query_heads
 from engine.sharding.part import Part, packed, share
 
 # names of styles in transformers
-OUTPUTS: Final = "colwise"  # each rank has some of the outputs
-INPUTS: Final = "rowwise"  # each rank has some of the inputs, and the outputs are summed
+OUTPUTS: Final = "colwise"
+INPUTS: Final = "rowwise"  # the outputs of all ranks are summed
 EXPERTS: Final = "moe_tp_experts"
 WHOLE: Final = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
 )
-# styles of layers whose outputs transformers gathers, because modules split them
+# transformers gathers the outputs, because modules split them
 FUSED_OUTPUTS: Final = "colwise_gather_output"
 FUSED_INPUTS: Final = "rowwise_split_input"
-# by model type: styles of layers that are missing in transformers' plan
+# by model type: styles that transformers' plan lacks
 ADDED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {
         "layers.*.self_attn.q_proj": OUTPUTS,
@@ -51,23 +50,23 @@ FUSED: Final = (FUSED_QKV, FUSED_GATE)
 class Cut:
     """A rank's part of a linear layer."""
 
-    weight: Part  # part of the outputs or inputs
-    shape: tuple[int, int]  # shape of the whole layer: (outputs, inputs)
-    heads: tuple[int, int] | None = None  # numbers of query and KV heads, for a module that splits its outputs by them
+    weight: Part  # of the outputs or inputs
+    shape: tuple[int, int]  # of the whole layer: (outputs, inputs)
+    heads: tuple[int, int] | None = None  # query and KV heads, for a module that splits its outputs by them
 
     @property
     def is_summed(self) -> bool:
         return self.weight.dim == 1
 
     def bias(self, rank: int) -> Part | None:
-        """Return the part of the bias; None if another rank adds it."""
+        """Return None if another rank adds the bias."""
         if not self.is_summed:
             return self.weight
         outputs = self.shape[0]
         return Part(0, (range(outputs),), outputs) if rank == 0 else None
 
     def of_change(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parts of a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
+        """Cut a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
         return (self.weight.of(down), up) if self.is_summed else (down, self.weight.of(up))
 
 
@@ -75,19 +74,16 @@ class Cut:
 class Cuts:
     """A rank's part of a model. Weights that are not listed are whole."""
 
-    linears: Mapping[str, Cut] = field(default_factory=dict)  # by the layer's name
-    experts: Mapping[str, ExpertCut] = field(default_factory=dict)  # by the module's name
-    sinks: Mapping[str, Part] = field(default_factory=dict)  # by the parameter's name
+    linears: Mapping[str, Cut] = field(default_factory=dict)  # by layer
+    experts: Mapping[str, ExpertCut] = field(default_factory=dict)  # by module
+    sinks: Mapping[str, Part] = field(default_factory=dict)  # by parameter
 
 
-NO_CUTS: Final = Cuts()  # for a whole model
+NO_CUTS: Final = Cuts()
 
 
 def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
-    """Return the cuts of a whole `module` for the shard of `layout`. `heads` is the number of query heads.
-
-    Raises: UnsupportedModel.
-    """
+    """Return the cuts of a whole `module` with `heads` query heads for `layout`'s shard. Raises: UnsupportedModel."""
     text = module.config.get_text_config()
     styles = getattr(text, "base_model_tp_plan", None)
     if not styles:
@@ -131,14 +127,14 @@ def _pattern(path: str) -> str:
 
 
 def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
-    """Return the styles of the parameters at `pattern`, by name."""
+    """Return styles by name of the parameters at `pattern`."""
     return {path.rpartition(".")[2]: style for path, style in styles.items() if path.rpartition(".")[0] == pattern}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
     layout: KvLayout
-    heads: int  # number of query heads of the model
+    heads: int  # query heads of the model
 
     def of_heads(self, path: str, size: int) -> range:
         if size % self.heads:
@@ -177,7 +173,7 @@ def _sinks(path: str, parameter: torch.Tensor, style: str | None, rank: _Rank) -
 
 
 def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[tuple[int, range]]:
-    """Return, for each matrix of the layer, its number of rows and the rank's range of them."""
+    """Return the rows of each matrix of the layer, and the rank's range of them."""
     layout, leaf = rank.layout, path.rpartition(".")[2]
     size = layout.head_dim
     keys = (layout.kv_heads * size, range(layout.heads.start * size, layout.heads.stop * size))
@@ -215,12 +211,12 @@ def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
 
 def _set_heads(attention: Any, heads: int, kv_heads: int) -> None:
     attention.num_key_value_heads = kv_heads
-    attention.config.head_dim = attention.head_dim  # otherwise it would be derived from the number of heads
+    attention.config.head_dim = attention.head_dim  # or it would be derived from the number of heads
     attention.config.num_attention_heads = heads
 
 
 def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
-    """Add sums over ranks after layers whose inputs are cut, with their adapters, and after experts."""
+    """Add sums over ranks after experts, and after layers whose inputs are cut, with their adapters."""
     for name, cut in cuts.linears.items():
         if cut.is_summed:
             _replace(module, name, Reduced(module.get_submodule(name)))

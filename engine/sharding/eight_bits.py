@@ -1,7 +1,7 @@
 """Weights stored as 8-bit floats or integers, which are dequantised while they are read.
 
-Beside a matrix `…`, a file has its scales, `…_scale_inv` or `…_scale`: one for the matrix, one per row, or one per block.
-Scales of activations and of keys and values are ignored, because both are computed unquantised.
+The scales of a matrix `…` are `…_scale_inv` or `…_scale`: one for the matrix, one per row, or one per block. Scales of
+activations, keys and values are ignored, because these are computed unquantised.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ EIGHT_BITS: Final = ("F8_E4M3", "I8")  # safetensors' names
 SCALES: Final = ("_scale_inv", "_scale")
 UNUSED: Final = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
-Block = tuple[int, int]  # numbers of rows and columns that share a scale
+Block = tuple[int, int]  # rows and columns that share a scale
 
 
 class ScaledTensor:
-    """A matrix [..., out, in] in a file and its scales, with the interface of `safe_open(...).get_slice`."""
+    """A stored matrix [..., out, in] and its scales, with the interface of `safe_open(...).get_slice`."""
 
     def __init__(self, stored: Any, scales: torch.Tensor, block: Block) -> None:
         self._stored = stored
@@ -47,10 +47,8 @@ class ScaledTensor:
 
 
 def joined(tensors: Mapping[str, Any], block: Block | None) -> dict[str, Any]:
-    """Return `tensors`, by name, with each matrix of 8-bit numbers replaced by a `ScaledTensor`.
+    """Replace each matrix of 8-bit numbers in `tensors` by a `ScaledTensor`. `block`: if it has a scale for each block.
 
-    Args:
-        block: block size of matrices with a scale for each block.
     Raises: UnsupportedModel, for scales of another shape.
     """
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}

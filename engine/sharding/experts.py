@@ -1,4 +1,4 @@
-"""Experts over ranks: each rank has some of a layer's experts, or a part of each."""
+"""Each rank has some of a layer's experts, or a part of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,19 +18,17 @@ COLUMNS: Final = "rowwise"
 
 @dataclass(frozen=True, slots=True)
 class ExpertCut:
-    """A rank's part of the experts of a layer."""
-
-    owned: range | None  # the experts that this rank has; None: it has a part of each
+    owned: range | None  # the rank's experts; None: it has a part of each
     parts: Mapping[str, Part]  # by parameter of the module
 
 
 def plan_experts(  # noqa: PLR0917 - the module, then how to cut it
     path: str, module: Any, whole: Mapping[str, str], parts: Mapping[str, str], rank: int, ranks: int
 ) -> ExpertCut:
-    """Return the rank's cut: whole experts if their number is divisible by `ranks`, else a part of each.
+    """Return whole experts if their number is divisible by `ranks`, else a part of each.
 
     Args:
-        whole: styles of the module's parameters in transformers' plan for whole experts, by name.
+        whole: by parameter, styles in transformers' plan for whole experts.
         parts: the same in its plan for parts.
     Raises: UnsupportedModel.
     """
@@ -54,11 +52,11 @@ def cut_experts(module: Any, cut: ExpertCut) -> None:
         setattr(module, name, part.parameter(getattr(module, name)))
     if cut.owned is not None:
         module.num_experts = len(cut.owned)
-        module._is_expert_parallel = True  # makes transformers accept routes to experts of other ranks
+        module._is_expert_parallel = True  # accepts routes to experts of other ranks
 
 
 class ReducedExperts(torch.nn.Module):
-    """Each rank computes its part for all tokens, and the outputs are summed.
+    """Computes the rank's part for all tokens, and sums the outputs of all ranks.
 
     All ranks route in the same way, because each computes the whole router from the same bits, with as many threads.
     """
@@ -82,5 +80,5 @@ class ReducedExperts(torch.nn.Module):
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Return whether the experts of `module` are divided over ranks."""
+    """Return whether ranks divide the experts of `module`."""
     return any(isinstance(layer, ReducedExperts) for layer in module.modules())

@@ -1,7 +1,4 @@
-"""The process group of an instance's ranks, and their collective operations.
-
-It is torch's default process group: NCCL on devices, gloo on CPUs. A process belongs to one instance.
-"""
+"""The process group of an instance's ranks: torch's default one, with NCCL on devices and gloo on CPUs."""
 
 import os
 import threading
@@ -18,11 +15,11 @@ from engine.kernels.operators import define_operator
 
 JOIN_S: Final = 120.0
 LEAVE_S: Final = 5.0
-_aborts: Final[list[threading.Thread]] = []  # the thread that aborts the group, if any
+_aborts: Final[list[threading.Thread]] = []  # at most one
 
 
 def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
-    """Form the group with the other ranks. `store` is a path on this machine, the same for all ranks."""
+    """`store`: a path on this machine, the same for all ranks."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whose name may not resolve
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -35,7 +32,7 @@ def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    """Leave the group, even if other ranks have ended. CUDA graphs that contain its sums must have been freed."""
+    """Leave, even if other ranks have ended. CUDA graphs with the group's sums must have been freed."""
     abort_group()
     while _aborts:
         _aborts.pop().join(LEAVE_S)
@@ -46,7 +43,7 @@ def leave_group() -> None:
 def abort_group() -> None:
     """Release a thread that waits for a lost rank on a device; gloo detects the loss itself.
 
-    It does not wait, because NCCL delays the abort while a CUDA graph contains sums of the group.
+    Do not wait, because NCCL delays the abort while a CUDA graph has sums of the group.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl" and not _aborts:
         abort = dist.distributed_c10d._abort_process_group
@@ -61,7 +58,7 @@ def from_leader(values: torch.Tensor) -> torch.Tensor:
 
 
 def of_all_ranks(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Exchange numbers, equally many on each rank. Return all ranks' numbers, by rank."""
+    """Exchange equally many numbers of each rank. Return them by rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -69,7 +66,7 @@ def of_all_ranks(numbers: Sequence[int], device: torch.device) -> list[list[int]
 
 
 def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
-    """Add the other ranks' values to `y`. All ranks get the same bits."""
+    """Sum `y` in place. All ranks get the same bits."""
     if torch.compiler.is_compiling():
         torch.ops.kvmesh.all_reduce(y)
     else:
@@ -78,7 +75,7 @@ def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
 
 
 class Reduced(torch.nn.Module):
-    """A linear layer whose inputs are cut, so that the outputs of all ranks are summed."""
+    """A linear layer whose inputs are cut, so the outputs of all ranks are summed."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Determines how many ranks a model can have, and which query heads each rank has."""
+"""How many ranks a model can have, and which query heads each has."""
 
 from components.wire.layout import KvLayout, can_shard
 from engine.errors import UnsupportedModel
 
 
 def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
-    """Check that the heads can be divided over `size` ranks. Raises: UnsupportedModel."""
+    """Raises: UnsupportedModel, if `size` ranks cannot divide the heads."""
     if not _can_cut(heads, kv_heads, size):
         possible = [n for n in range(1, heads + 1) if _can_cut(heads, kv_heads, n)]
         raise UnsupportedModel(
@@ -19,7 +19,7 @@ def _can_cut(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def query_heads(heads: int, layout: KvLayout) -> range:
-    """Return the query heads of a rank: all that read its KV heads, or a part of them if ranks share a KV head."""
+    """Return the query heads that read a rank's KV heads, or a part of them if ranks share a KV head."""
     if layout.shards > layout.kv_heads:
         each = heads // layout.shards
         return range(layout.shard * each, (layout.shard + 1) * each)

@@ -1,7 +1,7 @@
 """gpt-oss's experts as published, in MXFP4, which are decoded to bfloat16 while they are read.
 
-A file has two tensors for each matrix. `…_blocks` [experts, out, groups, 16] has two 4-bit floats per byte, the first one
-in the lower half. `…_scales` [experts, out, groups] has an exponent of two for each group of 32.
+For each matrix, `…_blocks` [experts, out, groups, 16] has two 4-bit floats per byte, the first one in the lower half.
+`…_scales` [experts, out, groups] has an exponent of two for each group of 32.
 
 Source: OCP Microscaling Formats (MX) v1.0: E2M1 elements, E8M0 scales.
 """
@@ -14,7 +14,7 @@ import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
 IN_GROUP: Final = 32
-BIAS: Final = 127  # bias of a scale's exponent
+BIAS: Final = 127  # of a scale's exponent
 POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the lower three bits; the fourth is the sign
 ELEMENTS: Final = (*POSITIVE, *(-value for value in POSITIVE))
 # [256, 2]: both elements of a byte
@@ -22,7 +22,7 @@ PAIRS: Final = torch.tensor([(ELEMENTS[byte & 15], ELEMENTS[byte >> 4]) for byte
 
 
 class Mxfp4Tensor:
-    """Two tensors in a file, read as one [experts, in, out], with the interface of `safe_open(...).get_slice`."""
+    """Two stored tensors, read as one [experts, in, out], with the interface of `safe_open(...).get_slice`."""
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         self._blocks = blocks
@@ -45,7 +45,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decode uint8 [experts, out, groups, 16] and [experts, out, groups] to bfloat16 [experts, in, out]."""
     experts, out, groups, _ = blocks.shape
     decoded = torch.empty(experts, groups * IN_GROUP, out, dtype=torch.bfloat16)
-    # one by one, because indexing all at once would take eight bytes for each byte of `blocks`
+    # one by one, because the indices take eight bytes for each byte of `blocks`
     for expert in range(experts):
         elements = PAIRS[blocks[expert].long()].view(out, groups, IN_GROUP)
         powers = torch.exp2(scales[expert].float() - BIAS).bfloat16()
@@ -54,7 +54,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tensors`, by name, with each pair replaced by an `Mxfp4Tensor`."""
+    """Replace each pair in `tensors` by an `Mxfp4Tensor`."""
     found = dict(tensors)
     for name in tensors:
         matrix = name.removesuffix(BLOCKS)

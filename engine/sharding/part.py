@@ -15,30 +15,27 @@ class Part:
 
     dim: int
     ranges: tuple[range, ...]
-    whole: int  # size of the dimension for all ranks together
+    whole: int  # size for all ranks together
 
     @property
     def length(self) -> int:
         return sum(map(len, self.ranges))
 
     def of(self, tensor: Any) -> torch.Tensor:
-        """Read the part of a tensor in memory or in a file.
-
-        Returns: a contiguous tensor, perhaps a view.
-        """
+        """Read the part of a tensor in memory or in a file: contiguous, perhaps a view."""
         before = (slice(None),) * self.dim
         pieces = [tensor[(*before, slice(own.start, own.stop))] for own in self.ranges]
         joined: torch.Tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
-        return joined.contiguous()  # a copy, because a view of columns would keep the whole mapped file in memory
+        return joined.contiguous()  # a view of columns would keep the whole mapped file in memory
 
     def parameter(self, whole: torch.Tensor) -> torch.nn.Parameter:
         return torch.nn.Parameter(self.of(whole.detach()).clone(), requires_grad=False)
 
     def fitted(self, name: str, shape: Sequence[int], dims: int) -> "Part":
-        """Return the part for a tensor that is in a file without the first dimensions, or as one matrix of several.
+        """Return the part for a tensor that is stored without the first dimensions, or as one matrix of several.
 
         Args:
-            shape: shape in the file.
+            shape: in the file.
             dims: number of dimensions in the model.
         Raises: UnsupportedModel, for other differences.
         """
@@ -59,7 +56,7 @@ def share(size: int, rank: int, ranks: int) -> range:
 
 
 def packed(matrices: Sequence[tuple[int, range]]) -> tuple[range, ...]:
-    """Return ranges in a concatenation of matrices, each given by its number of rows and the range of them."""
+    """Return ranges in a concatenation of matrices, each given by its rows and a range of them."""
     ranges, start = [], 0
     for rows, own in matrices:
         ranges.append(range(start + own.start, start + own.stop))

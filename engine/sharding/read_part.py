@@ -22,7 +22,7 @@ EXPERT: Final = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 
 
 class CutTensor:
-    """A tensor in a file, of which `[...]`, as used by transformers, reads only a part."""
+    """A stored tensor, of which transformers reads only a part."""
 
     def __init__(self, stored: Any, part: Part) -> None:
         self._stored = stored  # returned by `safe_open(...).get_slice`
@@ -45,8 +45,9 @@ def read_part(  # noqa: PLR0917 - first the source, then the options
 ) -> tuple[Any, dict[str, Any]]:
     """Make a model from the rank's part of the weights, or from all if there are no cuts.
 
-    `skeleton` is the whole model without memory; `unpack` converts tensors in files to the model's.
-
+    Args:
+        skeleton: the whole model without memory.
+        unpack: converts tensors in files to the model's.
     Returns: the same as `from_pretrained(output_loading_info=True)`.
     """
     whole: Any = type(skeleton)
@@ -55,7 +56,7 @@ def read_part(  # noqa: PLR0917 - first the source, then the options
         whole.__init__(self, *args, **kwargs)
         cut_weights(self, cuts, rank)
 
-    # transformers constructs the class on the meta device, then fills its parameters from `state_dict`
+    # transformers constructs the class on the meta device, then fills it from `state_dict`
     part: Any = type(whole.__name__, (whole,), {"__init__": make_part, "__module__": whole.__module__})
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
@@ -81,7 +82,7 @@ def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> 
     parameters = skeleton.state_dict()
     found: dict[str, Any] = {}
     for key, stored in tensors.items():
-        # names in files may differ from the model's, and each expert may have its own tensor
+        # files may have other names, and a tensor for each expert
         name, _ = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, parameters)
         whole = parameters.get(name)
         if whole is None:
@@ -94,7 +95,7 @@ def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> 
 def _reading(  # noqa: PLR0917 - what is in the file, then in the model
     key: str, stored: Any, whole: torch.Tensor, name: str, cuts: Cuts, rank: int
 ) -> Any:
-    """Return `stored`, or the rank's part of it, or None if the rank has no part."""
+    """Return `stored` or the rank's part of it; None if it has none."""
     layer, _, kind = name.rpartition(".")
     shape = stored.get_shape()
     if name in cuts.sinks:
@@ -113,7 +114,7 @@ def _reading(  # noqa: PLR0917 - what is in the file, then in the model
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that transformers would read; a directory may contain the weights in other formats as well."""
+    """Return the files that transformers would read, because a directory may also have the weights in other formats."""
     index = directory / INDEX
     if not index.is_file():
         return [directory / WEIGHTS]
