@@ -11,14 +11,14 @@ from engine.sampling.allowed import allowed_words, bits_of
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens
 
-SPARE: Final = 32  # spare entries per row; when they are used, the table is rebuilt
+SPARE: Final = 32  # entries per row, after which the table is rebuilt
 
 Floats = npt.NDArray[np.float32]
 Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 
 
 class Penalties:
-    """Penalties, with a table of the tokens seen so far. Each draw only updates the entries of new tokens.
+    """Has a table of the tokens seen so far, of which each draw only updates the entries of new tokens.
 
     Repetition is applied first, and multiplies negative logits, because division would reward it. Presence and frequency
     count only generated tokens.
@@ -44,7 +44,7 @@ class Penalties:
         logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
 
     def _make_table(self) -> None:
-        """Build the table. Each row and seen token has an entry: index of the logit, repetition penalty, subtrahend."""
+        """Each row and seen token has an entry: index of the logit, repetition penalty, subtrahend."""
         self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
         lengths = [len(seen.ids) for seen in self._seen]
         self._size = sum(lengths)
@@ -131,10 +131,9 @@ class Adjustments:
             logits.view(-1).index_fill_(0, self._flat(unfinished, lambda row: row.end_ids), -torch.inf)
 
     def _mask(self, logits: torch.Tensor) -> None:
-        """Mask the logits. If all rows have masks, do so in place, because copying rows takes longer."""
         words = allowed_words([row for _, row in self._masked], self._vocab)
         banned = torch.from_numpy(bits_of(~words, self._vocab))
-        if self._all_masked:
+        if self._all_masked:  # copying rows would take longer
             logits.masked_fill_(banned, -torch.inf)
             return
         index = self._masked_index

@@ -14,10 +14,10 @@ Words = npt.NDArray[np.uint32]
 
 
 def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
-    """Return the allowed tokens of `rows`, which all have a mask; at least one token for each row.
+    """Return the allowed tokens of `rows`, which all have a mask: at least one for each row.
 
     End tokens are excluded before `min_tokens` and with `ignore_eos`, unless only they are allowed.
-    A mask that allows nothing is treated as allowing the end tokens.
+    A mask that allows nothing counts as allowing the end tokens.
 
     Returns: bits, [len(rows), ceil(vocab / 32)].
     """
@@ -27,7 +27,7 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
         row.mask.fill(signed)
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
-        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # clear the bits beyond the vocabulary
+        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)
     for i in np.flatnonzero(~allowed.any(axis=1)).tolist():
         _set(allowed[i], rows[i].eos_ids)
     for words, row in zip(allowed, rows, strict=True):
@@ -43,13 +43,13 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
 
 
 def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
-    """Return bools [len(words), vocab], one per token."""
+    """Return bools [len(words), vocab]."""
     as_bytes = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
 
 
 def all_but(token_ids: Sequence[int], vocab: int) -> Words:
-    """Return words [ceil(vocab / 32)] with all bits set except those of `token_ids`."""
+    """Return words [ceil(vocab / 32)] with the bits of all tokens but `token_ids`."""
     words = np.full(-(-vocab // WORD_BITS), ~np.uint32(0))
     _clear(words, token_ids)
     return words

@@ -32,7 +32,7 @@ MAX_BIAS: Final = 100
 
 
 def end_tokens(ids: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
-    """Return a model's end tokens, without those outside its vocabulary, which can never be drawn."""
+    """Return a model's end tokens without those outside its vocabulary, which are never drawn."""
     named = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
     known = frozenset(token_id for token_id in named if 0 <= token_id < vocab_size)
     if unknown := named - known:

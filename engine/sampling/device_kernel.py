@@ -1,7 +1,7 @@
-"""Triton kernel that draws a token for each row, with adjustments, cuts and draw in one launch.
+"""Triton kernel that adjusts, cuts and draws in one launch.
 
-`noise` and `drawing` define the results, and the kernel computes the same bits. So it must be launched without fused
-multiply-adds. Sums are of integers, so neither their order nor the block size matters.
+It computes the same bits as `noise` and `drawing`, so it must be launched without fused multiply-adds. Sums are of
+integers, so neither their order nor the block size matters.
 
 Tokens are not sorted. Thresholds are found by search: each pass over the tokens counts, or weighs, those below three
 pivots. Before that, tokens that cannot be kept are excluded. Lane i of a block processes tokens i, i + BLOCK, …; the
@@ -28,7 +28,7 @@ SHARE = tl.constexpr(6)
 REPETITION = tl.constexpr(7)
 PRESENCE = tl.constexpr(8)
 FREQUENCY = tl.constexpr(9)
-COUNTS = tl.constexpr(10)  # this and the next two: lines of tables; -1: none
+COUNTS = tl.constexpr(10)  # this and the next two: lines; -1: none
 BIAS = tl.constexpr(11)
 ENDS = tl.constexpr(12)
 COLUMNS = tl.constexpr(16)
@@ -123,7 +123,7 @@ def _weights(distances):
 
 @triton.jit
 def _share_of(total, share):
-    """Return total * share / 2^30, rounded up. total is below 2^62."""
+    """Return total * share / 2^30, rounded up, for total below 2^62."""
     high = total >> SHARE_BITS
     low = total & (WHOLE - 1)
     return high * share + ((low * share + (WHOLE - 1)) >> SHARE_BITS)
@@ -158,7 +158,7 @@ def _logits(block, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def _distances(block, row, scale, lists, BLOCK: tl.constexpr):
-    """Return distances of a block, their int32 sort keys, and ids; from the lists if these are used."""
+    """Return distances of a block, their int32 sort keys, and ids."""
     top, inverse = scale
     listed, list_distances, list_ids = lists
     if listed:
@@ -173,14 +173,14 @@ def _distances(block, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pivots(low, high):
-    """Return three numbers that divide low..high, each below high."""
+    """Divide low..high by three numbers below high."""
     step = (high - low) // 4
     return low + step, low + 2 * step, low + 3 * step
 
 
 @triton.jit
 def _narrowed(low, high, pivots, enough):
-    """Return the part of low..high that contains the first number that is enough."""
+    """Return the part of low..high with the first number that is enough."""
     first, second, third = pivots
     enough_first, enough_second, enough_third = enough
     new_low = tl.where(
@@ -192,7 +192,7 @@ def _narrowed(low, high, pivots, enough):
 
 @triton.jit
 def _count(pivots, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Count the tokens that are at most as far as each pivot."""
+    """Count the tokens up to each pivot."""
     a = tl.zeros([BLOCK], dtype=tl.int32)
     b = tl.zeros([BLOCK], dtype=tl.int32)
     c = tl.zeros([BLOCK], dtype=tl.int32)
@@ -206,7 +206,7 @@ def _count(pivots, blocks, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_ties(order_of_ties, bounds, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Count the tokens at one distance whose id is at most each bound."""
+    """Count the tokens at one distance with ids up to each bound."""
     a = tl.zeros([BLOCK], dtype=tl.int32)
     b = tl.zeros([BLOCK], dtype=tl.int32)
     c = tl.zeros([BLOCK], dtype=tl.int32)
@@ -221,7 +221,7 @@ def _count_ties(order_of_ties, bounds, blocks, row, scale, lists, BLOCK: tl.cons
 
 @triton.jit
 def _weigh(pivots, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Return the weight of a set's tokens that are at most as far as each pivot."""
+    """Weigh the tokens up to `last` and up to each pivot."""
     last_order, last_id = last
     a = tl.zeros([BLOCK], dtype=tl.int64)
     b = tl.zeros([BLOCK], dtype=tl.int64)
@@ -238,7 +238,7 @@ def _weigh(pivots, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _id_of_tie(order, number, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Return the id of the number-th token at a distance."""
+    """Find the number-th token at a distance."""
     low, high = 0, row[1] - 1
     while low < high:
         bounds = _pivots(low, high)
@@ -264,7 +264,7 @@ def _cut_to_nearest(top_k, reach, blocks, row, scale, lists, BLOCK: tl.constexpr
 
 @triton.jit
 def _cut_to_weight(least, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Return sort key and id of the last token of the smallest set of nearest ones, up to `last`, that weighs `least`."""
+    """Return sort key and id of the last of the fewest nearest tokens, up to `last`, that weigh `least`."""
     low, high = 0, last[0]
     while low < high:
         pivots = _pivots(low, high)
@@ -275,14 +275,14 @@ def _cut_to_weight(least, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
     # all tokens at one distance have the same weight
     distance = (tl.zeros([BLOCK], dtype=tl.int32) + low).to(tl.float32, bitcast=True)
     each = tl.max(_weights(distance), 0)
-    if upto - least >= each:  # not all tokens at this distance are needed
+    if upto - least >= each:  # not all of them are needed
         last_id = _id_of_tie(low, tl.cdiv(least - before, each).to(tl.int32), blocks, row, scale, lists, BLOCK)
     return low, last_id
 
 
 @triton.jit
 def _lane_bound(lanes, reach, top_k, least):
-    """Return the distance, up to `reach`, within which lanes' nearest tokens are top_k, or for top_k 0 weigh `least`."""
+    """Find the distance, up to `reach`, within which lanes' nearest tokens are top_k, or for top_k 0 weigh `least`."""
     order = lanes.to(tl.int32, bitcast=True) & MAGNITUDE
     mass = _weights(lanes)
     low, high = 0, reach
@@ -299,7 +299,7 @@ def _lane_bound(lanes, reach, top_k, least):
 
 @triton.jit
 def _collected(bound, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Write tokens within the bound to the lanes' lists. Return the length of the longest list."""
+    """Write tokens within the bound to the lanes' lists. Return the longest length."""
     _listed, list_distances, list_ids = lists
     lane = tl.arange(0, BLOCK)
     lengths = tl.zeros([BLOCK], dtype=tl.int32)
@@ -320,7 +320,7 @@ def _collected(bound, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.
 
 @triton.jit
 def _best(last, key, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """Return the token with the largest noise - distance of those up to `last`."""
+    """Find the token with the largest noise - distance up to `last`."""
     last_order, last_id = last
     best = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
     best_ids = tl.full([BLOCK], MAGNITUDE, dtype=tl.int32)
@@ -338,7 +338,7 @@ def _best(last, key, blocks, row, scale, lists, BLOCK: tl.constexpr):
 def _draw_cut(
     lanes, top_k, share, reach, key, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """Draw from the tokens within `reach` that top_k and top_p keep."""
+    """Draw from tokens within `reach` that top_k and top_p keep."""
     least = tl.zeros([], dtype=tl.int64)
     if top_k == 0:
         _a, _b, total = _weigh((0, 0, reach), (reach, row[1]), blocks, row, scale, lists, BLOCK)

@@ -1,4 +1,4 @@
-"""Sampling on a device: the state of each row, and the launches of the kernel."""
+"""Sampling on a device: the rows' state, and the kernel's launches."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -15,24 +15,24 @@ from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.noise import stream_starts
 from engine.sampling.row import Row
 
-BLOCK: Final = 2048  # tokens per block
+BLOCK: Final = 2048  # tokens
 DEPTH: Final = 4  # entries of a lane's list
 WARPS: Final = 16
 NO_LINE: Final = -1
-FIRST_LINES: Final = 8  # initial lines of a table
+FIRST_LINES: Final = 8
 
 Numbers = npt.NDArray[Any]
 
 
 class Table:
-    """Lines on the device, which are allocated on demand."""
+    """Lines on the device, allocated on demand."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros(1, width, dtype=dtype, device=device)
         self._free = [0]
 
     def take(self) -> int:
-        """Return the number of a free line, which has old contents."""
+        """Return a free line's number. The line has old contents."""
         if not self._free:
             old = len(self.lines)
             grown = self.lines.new_zeros(max(FIRST_LINES, 2 * old), self.lines.shape[1])
@@ -50,7 +50,7 @@ class Table:
         self.lines.index_copy_(0, to_device(lines, device, torch.int64), values)
 
     def scatter(self, lines: Sequence[int], entries: Sequence[tuple[Numbers, Numbers]]) -> None:
-        """Write (columns, values) to each line, and zeros elsewhere."""
+        """Write (columns, values) to each line, else zeros."""
         device, width = self.lines.device, self.lines.shape[1]
         self.lines.index_fill_(0, to_device(lines, device, torch.int64), 0)
         where = np.concatenate([columns + line * width for line, (columns, _) in zip(lines, entries, strict=True)])
@@ -74,22 +74,19 @@ class DeviceSampler:
 
     Each row has a slot on the device with its parameters, its position and, for penalties, its counts of tokens. The
     kernel updates position and counts. Only new rows, and rows whose text is not what was drawn, are sent.
-
-    Args:
-        block: block size of the kernel; results do not depend on it.
     """
 
     def __init__(self, device: torch.device, *, block: int = BLOCK) -> None:
         self._device = device
         self._block = block
         self._rows: list[Row] = []
-        self._positions: list[int] = []  # positions at which the device draws next
+        self._positions: list[int] = []  # at which the device draws next
         self._slots: dict[Row, int] = {}
-        self._kept: dict[Row, dict[Table, int]] = {}  # each row's lines in tables
+        self._kept: dict[Row, dict[Table, int]] = {}  # lines
         self._masked: list[Row] = []
         self._batch = torch.zeros(0, 2, dtype=torch.int32, device=device)
         self._lists = torch.zeros(2, 0, dtype=torch.int32, device=device)  # [2, rows * DEPTH * block]
-        self._tables: Tables | None = None  # made when the first logits show the vocabulary's size
+        self._tables: Tables | None = None  # until the first logits show the vocabulary's size
 
     @property
     def tables(self) -> Tables:
@@ -128,7 +125,7 @@ class DeviceSampler:
             BLOCK=self._block,
             DEPTH=DEPTH,
             num_warps=WARPS,
-            enable_fp_fusion=False,  # so that the noise has the same bits as on a CPU
+            enable_fp_fusion=False,  # for the same bits as on a CPU
         )
 
     def _masks(self) -> torch.Tensor:
@@ -182,7 +179,7 @@ class DeviceSampler:
             yield tables.ends
 
     def _with(self, rows: Sequence[Row], table: Table) -> Mapping[Row, int]:
-        """Return those of `rows` that have a line in `table`, with its number."""
+        """Return lines of those `rows` that have one in `table`."""
         return {row: self._kept[row][table] for row in rows if table in self._kept[row]}
 
     def _params_of(self, row: Row, start: int) -> Numbers:
@@ -208,7 +205,7 @@ class DeviceDraw:
     """Implements `Draw`."""
 
     def __init__(self, ids: torch.Tensor, logprobs: DrawnLogprobs) -> None:
-        """`ids` is [2, B]: valid ids, and ids with NO_TOKEN."""
+        """`ids`: [2, B], valid ids, and ids with NO_TOKEN."""
         self.token_ids = ids[0]
         self._host_ids = to_host(ids[1])
         self._logprobs = logprobs
@@ -234,7 +231,7 @@ def _bias_of(row: Row) -> tuple[Numbers, Numbers]:
 
 
 def _counts_of(row: Row) -> tuple[Numbers, Numbers]:
-    """Return ids and counts: twice the times a token was generated, plus 1 if it is in the prompt (for repetition)."""
+    """Return ids and counts: twice the times generated, plus 1 if in the prompt (for repetition)."""
     generated = np.asarray(row.tokens[row.start :], dtype=np.int64)
     prompt = np.asarray(row.tokens[: row.start] if row.params.repetition_penalty != 1 else (), dtype=np.int64)
     ids, index = np.unique(np.concatenate([prompt, generated]), return_inverse=True)

@@ -15,9 +15,9 @@ EVERY: Final = float(np.finfo(np.float32).max)  # greatest distance of a token t
 SHARE_BITS: Final = 30
 WHOLE: Final = 1 << SHARE_BITS  # share without top_p
 STEPS: Final = (np.float32(4), np.float32(12))  # distances that are tried first; most distributions are within them
-WEIGHTLESS: Final = np.float32(28)  # distance at which a token has no weight; 2^-40 is at 27.7
+WEIGHTLESS: Final = np.float32(28)  # distance without weight; 2^-40 is at 27.7
 FEW: Final = 512  # tokens that are scored first
-ROUNDING: Final = 1.001  # margin, because noise and distances have rounding errors of up to 1e-5
+ROUNDING: Final = 1.001  # margin for rounding errors of noise and distances, up to 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def weight_to_reach(total: int, share: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Distances of a row's tokens from the best one, computed only for those that may be drawn."""
+    """A row's distances, computed only for tokens that may be drawn."""
 
     logits: Floats  # [vocab]
     largest: np.float32
@@ -69,10 +69,8 @@ class Distances:
         return found
 
     def within(self, limit: np.float32) -> tuple[Ids, Floats]:
-        """Return the tokens up to a distance, ascending, and their distances.
-
-        One comparison of all logits finds these and perhaps a few more, because distances are rounded.
-        """
+        """Return the tokens up to a distance, ascending, and their distances."""
+        # one comparison of all logits finds these and perhaps a few more, because distances are rounded
         bound = float(self.largest) - float(limit) / self.drawing.inverse * ROUNDING
         token_ids = np.flatnonzero(self.logits >= np.float32(max(bound - abs(bound) * 1e-6, -EVERY)))
         found = self.of(token_ids)
@@ -81,7 +79,7 @@ class Distances:
 
 
 class Candidates(NamedTuple):
-    """The tokens of a row that may be drawn."""
+    """A row's tokens that may be drawn."""
 
     token_ids: Ids
     words: Words  # random bits of their noise
@@ -89,7 +87,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(logits: Floats, best: int, key: int, drawing: Drawing) -> Candidates:
-    """`logits`: [vocab], adjusted. `best`: the first token with the largest logit, which is finite."""
+    """`logits`: [vocab], adjusted. `best`: the first token with the largest one, which is finite."""
     distances = Distances(logits, logits[best], drawing)
     if drawing.cuts:
         token_ids = kept(distances)
@@ -101,8 +99,7 @@ def candidates(logits: Floats, best: int, key: int, drawing: Drawing) -> Candida
 
 
 def draw(rows: Sequence[Candidates]) -> list[int]:
-    """Noise is computed for all rows together, because most have few candidates."""
-    noise = gumbel(np.concatenate([row.words for row in rows]))
+    noise = gumbel(np.concatenate([row.words for row in rows]))  # together, because most rows have few
     drawn, end = [], 0
     for row in rows:
         start, end = end, end + len(row.words)
@@ -112,7 +109,7 @@ def draw(rows: Sequence[Candidates]) -> list[int]:
 
 
 def kept(distances: Distances) -> Ids:
-    """Return the tokens that min_p, top_k and top_p keep, applied in this order; ascending.
+    """Return the tokens, ascending, that min_p, top_k and top_p keep in this order.
 
     top_k keeps the nearest, lower ids first among equals; top_p keeps their smallest set with that share of the weight.
 
@@ -142,7 +139,7 @@ def kept(distances: Distances) -> Ids:
 
 
 def _possible_winners(distances: Distances, key: int) -> Ids:
-    """Return the tokens that may have the largest score, which is noise minus distance.
+    """Return tokens that may have the largest score, noise - distance.
 
     For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
     """
@@ -150,7 +147,7 @@ def _possible_winners(distances: Distances, key: int) -> Ids:
     beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # least distance of the others
     near, found = near[:FEW], found[:FEW]
     shares = (noise_words(key, near) + 0.5) / 2**32
-    least = float((np.log(1 / shares - 1) - found).max())  # lower bound of the best score
+    least = float((np.log(1 / shares - 1) - found).max())  # bound of the best score
     near = near[shares <= math.exp(-least) * ROUNDING]
     most = min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)
     return np.concatenate([near, tokens_of_words(key, len(distances.logits), int(most))])

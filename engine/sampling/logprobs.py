@@ -1,4 +1,4 @@
-"""Log-probabilities of drawn tokens and of prompts."""
+"""Log-probabilities of drawn tokens and prompts."""
 
 from collections.abc import Sequence
 from math import isnan
@@ -11,17 +11,14 @@ from engine.device.copies import to_device, to_host
 from engine.sampling.bounds import MAX_LOGPROBS
 from engine.sampling.row import Row
 
-SLICE: Final = 64  # prompt rows that are converted at once
+SLICE: Final = 64  # prompt rows at once, because each is a whole vocabulary
 
 
 class PendingLogprobs:
-    """Log-probabilities by the model's own logits, before any adjustment.
-
-    Before `read`, and before `store` of the classes below, wait for an `Arrival`.
-    """
+    """By the logits before adjustment. Before `read`, and `store` of the classes below, wait for an `Arrival`."""
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
-        """`logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
+        """`logits`: float32 [N, vocab]. `token_ids`: int64 [N]."""
         norm = _log_sums(logits)
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
@@ -42,14 +39,15 @@ class PendingLogprobs:
 
 
 def _log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """Return log Σ e^logits of each row, [N, 1], in one order. A single row is doubled, or several threads would sum it."""
+    """Return log Σ e^logits of each row, [N, 1], in one order."""
+    # several threads would sum a single row
     rows = logits.repeat(2, 1) if len(logits) == 1 else logits
     return rows.logsumexp(dim=-1, keepdim=True)[: len(logits)]
 
 
 class DrawnLogprobs:
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Copy the rows of `logits`, [B, vocab], that need log-probabilities, because `logits` may change."""
+        """Copy the rows of `logits`, [B, vocab], that need log-probabilities, because these may change."""
         wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         self._rows = [rows[i] for i in wanting]
         if wanting:
@@ -68,13 +66,10 @@ class DrawnLogprobs:
 
 
 class PromptLogprobs:
-    """Log-probabilities of a prompt. Rows are converted in slices, because each is a whole vocabulary.
-
-    Tokens that have them from before a preemption are skipped.
-    """
+    """Tokens that have log-probabilities from before a preemption are skipped."""
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """logits[i] are those of token `first` + i."""
+        """`logits` begin with those of token `first`."""
         prompt_logprobs, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert prompt_logprobs is not None
         assert count is not None

@@ -21,7 +21,7 @@ SEED_MASK: Final = (1 << 64) - 1
 GOLDEN: Final = 0x9E3779B97F4A7C15
 FIRST: Final = 0xBF58476D1CE4E5B9
 SECOND: Final = 0x94D049BB133111EB
-# 32 bits: 2^32 divided by the golden ratio, and the factors of a finaliser with little bias
+# the same for 32 bits, and the factors of a finaliser with little bias
 SPREAD: Final = 0x9E3779B9
 LEFT: Final = 0x7FEB352D
 RIGHT: Final = 0x846CA68B
@@ -51,9 +51,9 @@ POWER: Final = (
     -0.0012728736037388444,
     0.00010845286305993795,
 )
-WEIGHT_BITS: Final = 40  # weight of the most probable token is 2^40
-FRACTION_BITS: Final = 24  # fraction bits of the power before it is shifted
-CHUNK: Final = 16384  # tokens that are processed at once, to stay in the processor's cache
+WEIGHT_BITS: Final = 40  # the most probable token weighs 2^40
+FRACTION_BITS: Final = 24  # of a power before it is shifted
+CHUNK: Final = 16384  # tokens at once, to stay in the processor's cache
 
 _LOG: Final = np.array(LOG, dtype=np.float32)
 _POWER: Final = np.array(POWER, dtype=np.float32)
@@ -65,8 +65,7 @@ _UNIT: Final = np.float32(2.0**-32)
 
 
 def stream_starts(seeds: Iterable[int]) -> LongWords:
-    """Return the start of each seed's SplitMix64 stream. A position in a stream is computed directly, so a request has no
-    state that would have to move with it.
+    """Return the start of each seed's SplitMix64 stream. Its positions are computed directly, so a request has no state.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -74,7 +73,7 @@ def stream_starts(seeds: Iterable[int]) -> LongWords:
 
 
 def keys(starts: LongWords, positions: Sequence[int]) -> LongWords:
-    """Return the streams' numbers at `positions`, which are the keys of tokens' noise."""
+    """Return the streams' numbers at `positions`, the keys of noise."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
     return _mixed(starts + counters * np.uint64(GOLDEN))
 
@@ -86,7 +85,7 @@ def _mixed(words: LongWords) -> LongWords:
 
 
 def noise_words(key: int, token_ids: Ids) -> Words:
-    """Return 32 random bits per token: two keyed rounds of a finaliser over its id.
+    """Return 32 random bits per token, by two keyed rounds of a finaliser over its id.
 
     Source of the factors: Wellons 2018, "Prospecting for hash functions".
     """
@@ -94,7 +93,7 @@ def noise_words(key: int, token_ids: Ids) -> Words:
 
 
 def tokens_of_words(key: int, vocab: int, most: int) -> Ids:
-    """Return all tokens whose words are at most `most`, ascending."""
+    """Return the tokens with words up to `most`, ascending."""
     low, high = _halves(key)
     if hasattr(torch.ops.kvmesh, "small_words"):
         found = torch.empty(vocab, dtype=torch.int64)
@@ -130,10 +129,9 @@ def _finalise(words: Words) -> None:
 
 
 def gumbel(words: Words) -> Floats:
-    """Convert random words to Gumbel noise, from -3.2 to 22.9.
+    """Convert words to Gumbel noise, from -3.2 to 22.9: -log(-log(1 - v)) for v = (word + 1/2) / 2^32.
 
-    It is -log(-log(1 - v)) for v = (word + 1/2) / 2^32. A small v is not rounded to a multiple of 2^-24, because the
-    largest noise among 10^5 tokens decides.
+    A small v is not rounded to a multiple of 2^-24, because the largest noise among 10^5 tokens decides.
     """
     small = (words.astype(np.float32) + _HALF) * _UNIT
     rest = ((~words).astype(np.float32) + _HALF) * _UNIT  # 1 - v
@@ -163,7 +161,7 @@ def _polynomial(factors: Floats, x: Floats) -> Floats:
 
 
 def weights(distances: Floats) -> Ids:
-    """Return exp(-distance) for distances >= 0, in units of 2^-40: integers, so that sums do not depend on their order."""
+    """Return exp(-distance) for distances >= 0, in 2^-40: integers, so sums do not depend on their order."""
     scaled = np.minimum(distances * _LOG2_E, np.float32(63))
     whole = scaled.astype(np.int32)
     power = _polynomial(_POWER, scaled - whole.astype(np.float32))

@@ -11,7 +11,7 @@ from engine.ports import TokenMask
 if TYPE_CHECKING:  # the mock engine starts without numpy
     from engine.sampling.seen import SeenTokens
 
-NO_TOKEN: Final = -1  # result for logits that are not finite; the request then fails
+NO_TOKEN: Final = -1  # for logits that are not finite; the request then fails
 
 
 class Row:
@@ -46,13 +46,13 @@ class Row:
         self.eos_ids = sorted(eos_token_ids)
         self.penalised = is_penalised(params)
         self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
-        self.logprobs: TokenLogprobs | None = None  # log-probabilities of the latest draw
+        self.logprobs: TokenLogprobs | None = None  # of the latest draw
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.start = num_prompt_tokens  # index of the first generated token
         self.seen: SeenTokens | None = None  # for penalties
 
     def rows_after(self, drafts: Sequence[int]) -> "list[Row]":
-        """Return a row for the draw after each draft, up to the first draft that the mask forbids or that ends the answer."""
+        """Return a row for the draw after each draft, up to the first that the mask forbids or that ends the answer."""
         rows: list[Row] = []
         mask = self.mask
         if mask is not None:

@@ -1,4 +1,4 @@
-"""Draws token ids, with log-probabilities, from logits; each request has its own parameters."""
+"""Draws token ids, with log-probabilities, from logits."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -19,7 +19,7 @@ from engine.sampling.row import NO_TOKEN, Row
 class Draw(Protocol):
     @property
     def token_ids(self) -> torch.Tensor:
-        """int64 [B] on the logits' device. All ids are valid, because the next step uses them before the host reads them."""
+        """int64 [B] on the device, all valid, because the next step uses them before the host reads them."""
 
     def read(self) -> list[int]:
         """Store log-probabilities in the rows. Wait for an `Arrival` first.
@@ -30,11 +30,11 @@ class Draw(Protocol):
 
 class Sampler(Protocol):
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draw:
-        """Enqueue a draw for each row of `logits`, [B, vocab] of the model's dtype, which are not changed."""
+        """Enqueue a draw for each row of `logits`, [B, vocab], which are not changed."""
 
 
 def choose_sampler(device: torch.device) -> Sampler:
-    """Return the sampler on the device if Triton can compile it, else the CPU's. Both draw the same tokens."""
+    """Return the device's sampler if Triton can compile it, else the CPU's, which draws the same tokens."""
     if device.type != "cuda" or find_spec("triton") is None or find_c_compiler() is None:
         return HostSampler()
     made: Sampler = import_module("engine.sampling.device_sampler").DeviceSampler(device)
@@ -42,7 +42,7 @@ def choose_sampler(device: torch.device) -> Sampler:
 
 
 class HostSampler:
-    """Implements `Sampler` on a CPU, and keeps the state of a batch as long as the batch is the same."""
+    """Implements `Sampler` on a CPU. A batch's state is kept until the batch changes."""
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
@@ -69,7 +69,7 @@ class Batch:
 
 
 def _best(logits: Floats) -> tuple[Ids, Floats]:
-    """Return id and value of the largest logit of each row, the first of equal ones; of a NaN if there is one."""
+    """Return id and value of each row's largest logit, the first of equal ones; of a NaN if there is one."""
     chosen = logits.argmax(axis=1)
     return chosen, logits[np.arange(len(logits)), chosen]
 
@@ -81,7 +81,7 @@ class HostDraw:
         logprobs = DrawnLogprobs(raw, batch.rows)
         logits: Floats = raw.to("cpu", torch.float32).numpy()
         chosen, largest = _best(logits)
-        finite = largest < np.inf  # false for NaN; -inf is allowed, as it excludes a token
+        finite = largest < np.inf  # false for NaN; -inf excludes a token
         if batch.adjustments is not None:
             adjusted = torch.from_numpy(logits.copy())
             batch.adjustments.apply(adjusted)

@@ -1,4 +1,4 @@
-"""The tokens of a text and their counts."""
+"""A text's tokens and their counts."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -21,10 +21,7 @@ class SeenTokens:
         self._ids[: len(distinct)] = distinct
 
     def update(self, text: Sequence[int]) -> list[int]:
-        """Count the new tokens of `text`.
-
-        Returns: their indices in `ids`.
-        """
+        """Count new tokens. Returns: their indices in `ids`."""
         changed = []
         for token in text[self._counted :]:
             i = self._index.setdefault(token, len(self._index))
@@ -39,10 +36,10 @@ class SeenTokens:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids [K], newest last."""
+        """Distinct, [K], newest last."""
         return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """Number of times that each of `ids` was generated."""
+        """How often each of `ids` was generated."""
         return self._counts[: len(self._index)]
