@@ -10,18 +10,15 @@ from transformers import AttentionInterface
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # for `from_pretrained(attn_implementation=...)`
-# these arguments have no effect in eval mode
+# without effect in eval mode
 HARMLESS: Final = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """R requests with T consecutive tokens.
+    """R requests. Those with one token come first, by ascending context, so that a backend can batch them."""
 
-    Requests with one token come first, by ascending context, so that a backend can batch them.
-    """
-
-    query_lens: Sequence[int]  # [R] tokens computed in this step
+    query_lens: Sequence[int]  # [R] consecutive tokens computed in this step
     context_lens: Sequence[int]  # [R] tokens with KV after the step
     block_tables: Sequence[Sequence[int]]  # [R] page ids, enough for the context
 
@@ -29,7 +26,7 @@ class StepShape:
 @dataclass(frozen=True, slots=True)
 class Scoring:
     scaling: float
-    window: int = 0  # number of keys that a query reads, including its own; 0: all
+    window: int = 0  # keys that a query reads, including its own; 0: all
     softcap: float = 0.0  # softcap * tanh(scores / softcap); 0: off
 
 
@@ -69,7 +66,7 @@ def attend_paged(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for one of transformers' modules, which calls sinks `s_aux`.
+    """Attend for a module of transformers, which calls sinks `s_aux`.
 
     Raises: UnsupportedModel, for arguments that change attention in other ways.
     """

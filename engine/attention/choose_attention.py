@@ -21,10 +21,10 @@ from engine.kernels.native_library import KernelsUnavailable, kernels_are_loaded
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple of this
-# Limit of the Triton kernels: with larger heads, blocks exceed a GPU's shared memory, or spill registers.
+HEAD_DIM_STEP: Final = 16  # of the C++ kernel
+# of the Triton kernels: with larger heads, blocks exceed a GPU's shared memory, or spill registers
 LARGEST_HEAD: Final = 256
-# name: module that the kernels need, its package, our module and class
+# name: needed module, its package, our module and class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
     "flashinfer": ("flashinfer", "flashinfer-python", "engine.attention.flashinfer_backend", "FlashInferAttention"),
@@ -36,7 +36,7 @@ class AttentionUnavailable(WrongSettings):
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Load the kernels, which the first time on a machine are compiled. Raises: AttentionUnavailable."""
+    """Load the kernels, which are compiled once per machine. Raises: AttentionUnavailable."""
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:

@@ -15,7 +15,7 @@ from engine.attention.backend import Scoring, StepShape
 
 
 class CpuAttention:
-    """Requires that `engine.kernels.native_library` has loaded the kernel."""
+    """Needs the kernel of `engine.kernels.native_library`."""
 
     def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self._pool = pool
@@ -43,11 +43,7 @@ class CpuStep:
 def pack_plan(
     query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
 ) -> Tensor:
-    """Pack a step for the kernel.
-
-    Returns: int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts,
-    tables.
-    """
+    """Return int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts, tables."""
     count = len(query_lens)
     plan = np.zeros(3 + count * (2 + table_len), dtype=np.int32)
     plan[:2] = count, table_len

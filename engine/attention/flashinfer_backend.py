@@ -21,7 +21,7 @@ from engine.attention.step_tables import PageRows, StepLimits, count_decodes
 from engine.device.copies import to_device
 from engine.errors import UnsupportedModel
 
-WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # its documentation recommends this
+WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # as its documentation recommends
 HEAD_DIMS: Final = (64, 128, 256)
 TENSOR_CORE_GROUP: Final = 4  # query heads per key head that make tensor cores pay
 
@@ -57,8 +57,8 @@ class FlashInferAttention:
     def plan(self, shape: StepShape) -> "FlashInferStep":
         """Leave the wrappers to `attend`, where a layer's scoring is known.
 
-        A wrapper's plan fills pinned memory of its own, which the device reads later. The step before may still be running,
-        so steps use two sets of wrappers by turns.
+        A wrapper's plan fills its pinned memory, which the device reads later. The step before may still be running, so
+        steps use two sets of wrappers by turns.
         """
         self._turn = 1 - self._turn
         arrays = self._rows.take(shape)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import Scoring, StepAttention
-from engine.kernels.operators import define_operator
+from engine.kernels.operators import define_operator, like_attended
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +57,15 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
     length, num_tokens = query.shape[2], current.num_tokens
     if length == num_tokens:
         return current.step.attend(layer, query, key, value, scoring, sinks=sinks).contiguous()
-    out = _like_output(query).zero_()
+    out = like_attended(query).zero_()
     query, key, value = (tensor[:, :, :num_tokens] for tensor in (query, key, value))
     out[:, :num_tokens] = current.step.attend(layer, query, key, value, scoring, sinks=sinks)
     return out
-
-
-def _like_output(query: Tensor, *_others: object) -> Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 define_operator(
     "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap, "
     "Tensor? sinks) -> Tensor",
     _attend,
-    _like_output,
+    like_attended,
 )

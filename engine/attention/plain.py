@@ -18,14 +18,14 @@ from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.device.copies import to_device
 
-PADDING_FREE_PAGES: Final = 8  # padded at any ratio
+PADDING_FREE_PAGES: Final = 8  # up to which contexts are padded at any ratio
 
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """Keys and values that requests see, padded to S tokens."""
+    """The keys and values that requests see, padded to S tokens."""
 
-    rows: Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
+    rows: Tensor  # int64 [2 * N * kv_heads * pages], of layer 0: keys, then values
     bias: Tensor  # [N, query_group * query_len, S]: 0 if seen, else -inf
     unseen: Tensor  # int64, of slots [2 * N * kv_heads * S] that no query sees
 
@@ -55,10 +55,7 @@ class PlainAttention:
         return PlainStep(self._pool, self._layout, self._slots(shape), groups)
 
     def _slots(self, shape: StepShape) -> Tensor:
-        """Find the slots of the new tokens.
-
-        Returns: int64 [2 * kv_heads * T], rows at layer 0.
-        """
+        """Return the new tokens' slots, int64 [2 * kv_heads * T], rows at layer 0."""
         page_size = self._layout.page_size
         pages: list[int] = []
         offsets: list[int] = []
@@ -80,7 +77,7 @@ class PlainAttention:
         page_size = self._layout.page_size
         skipped = [max(context - query_len - window + 1, 0) // page_size if window else 0 for context in contexts]
         pages = max(self._layout.pages_for(context) - skip for context, skip in zip(contexts, skipped, strict=True))
-        # padded with its own page, so a request reads no other KV
+        # padded with its own page, so that a request reads no other's KV
         padded = [_pad(table, skip, pages) for table, skip in zip(block_tables, skipped, strict=True)]
         tables = self._tensor(padded) * self._row_stride  # [N, P]
         rows = tables[None, :, None, :] + self._row_offsets[:, None, :, None]  # [2, N, kv_heads, P]
@@ -160,7 +157,7 @@ def _attend_rows(
     *,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attend in two matmuls, for few rows faster than a fused kernel.
+    """Attend in two matmuls, which are faster for few rows than a fused kernel.
 
     Args:
         query: [N, H, R, D]; R rows are the query heads of a key head, for each its tokens.
@@ -183,11 +180,9 @@ def _attend_rows(
 
 
 def _spans(shape: StepShape) -> Iterator[tuple[int, int, int]]:
-    """Split a step into groups.
+    """Yield (first request, request after the last, first token) of each group.
 
     Decodes share a group while padding at most doubles the short ones. A prompt chunk has its own.
-
-    Returns: (first request, request after the last, first token) of each group.
     """
     tokens = [0, *accumulate(shape.query_lens)]
     first = 0

@@ -1,8 +1,7 @@
 """A step's tables on the device, at fixed addresses for recorded graphs, and its work lists.
 
-Contexts are cut into spans, the pieces of work: a decode has spans of a fixed size, a long chunk has longer ones. How a
-request is cut does not depend on the rest of the step, so its sums have the same order in any batch. The longest piece
-comes first.
+Contexts are cut into spans, the pieces of work; the longest comes first. A decode has spans of a fixed size, a long chunk
+longer ones. The cuts do not depend on the rest of the step, so a request's sums have the same order in any batch.
 """
 
 import itertools
@@ -16,8 +15,8 @@ import torch
 
 from engine.attention.backend import StepShape
 
-SPAN: Final = 512  # keys of one work item of a decode
-SHORT_CHUNK: Final = 16  # chunks up to this many tokens get smaller blocks
+SPAN: Final = 512  # keys of a decode's span
+SHORT_CHUNK: Final = 16  # tokens up to which a chunk gets smaller blocks
 ALIGNMENT: Final = 4  # int32 values, as Triton assumes
 HEADER: Final = 4  # int32 values before the tables: number of decodes' pieces, where they begin behind `pages`
 
@@ -27,7 +26,7 @@ AnyInts = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Upper bounds of a step, which determine the addresses of its tables."""
+    """Bounds of a step, which determine its tables' addresses."""
 
     requests: int
     tokens: int
@@ -36,24 +35,24 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Sizes of blocks of queries, ascending, and of their spans.
+    """A chunk takes the first size that holds it, else the last.
 
-    A chunk takes the first size that holds it, else the last. A chunk of n blocks has spans of n * `span` keys: a long
-    chunk fills the device without many spans, whose partial results have a price.
+    A chunk of n blocks has spans of n * `span` keys: it fills the device without many spans, whose partial results have a
+    price.
     """
 
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # ascending sizes of blocks of queries
     span: int = SPAN
-    most_partials: int = 1 << 30  # of one launch, but for its last block
+    most_partials: int = 1 << 30  # of a launch, without its last block
 
     def of_chunks(self, query_lens: Ints) -> Ints:
-        """Index of each chunk's size."""
+        """Return the index of each chunk's size."""
         return np.minimum(np.searchsorted(self.tokens, query_lens), len(self.tokens) - 1).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryBlocks:
-    """B blocks of chunks' queries and I pieces of their work: int32 on the device, valid until the next step."""
+    """B blocks of queries and I pieces of their work: int32 on the device, valid until the next step."""
 
     size: int  # index of the size in `Blocks`
     split: int  # blocks with several spans, which come first
@@ -68,8 +67,6 @@ class QueryBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The contents of a step's tables."""
-
     pieces: int  # of decodes
     query_starts: torch.Tensor  # [P + 1] of P chunks, tokens of the step
     prompts: Sequence[QueryBlocks]
@@ -97,15 +94,15 @@ class PageRows:
 
 
 class DecodeSpans:
-    """The work list of decodes: whole spans, then each row's last one by length."""
+    """Whole spans, then each row's last one by length."""
 
     def __init__(self, span: int) -> None:
         self._span = span
-        self._whole = np.empty(0, np.int32)  # spans of each row before its last
+        self._whole = np.empty(0, np.int32)  # number of whole spans of each row
         self._rows = self._spans = self._slots = self._whole
 
     def take(self, contexts: Ints) -> tuple[AnyInts, AnyInts, AnyInts]:
-        """Returns: row and span of each piece of work; index of each row's first partial result."""
+        """Return row and span of each piece of work, and the index of each row's first partial result."""
         whole = (contexts - 1) // self._span
         if not np.array_equal(whole, self._whole):  # for each row this changes only every `span` steps
             self._whole = whole
@@ -184,7 +181,7 @@ class _Launch:
 
 
 def _launches(query_lens: Ints, contexts: Ints, blocks: Blocks) -> Iterator[_Launch]:
-    """Divide chunks into blocks of queries, and the blocks into launches by size and number of partial results."""
+    """Divide chunks into blocks of queries, and these into launches by size and number of partial results."""
     sizes = blocks.of_chunks(query_lens)
     for size in np.unique(sizes).tolist():
         tokens = blocks.tokens[size]
@@ -193,7 +190,7 @@ def _launches(query_lens: Ints, contexts: Ints, blocks: Blocks) -> Iterator[_Lau
         requests = np.repeat(mine, numbers)
         firsts = _count_up(numbers) * tokens
         lengths = query_lens[requests]
-        ends = contexts[requests] - lengths + np.minimum(firsts + tokens, lengths)  # behind the last key of each block
+        ends = contexts[requests] - lengths + np.minimum(firsts + tokens, lengths)  # behind each block's last key
         widths = np.repeat(numbers, numbers) * blocks.span
         counts = -(-ends // widths)
         partials = np.where(counts > 1, counts, 0)

@@ -20,9 +20,9 @@ from engine.attention.step_tables import (
     count_decodes,
 )
 
-PROGRAMS_PER_PROCESSOR: Final = 8  # maximum of a decode launch; several hide each other's memory latency
-PARTIAL_BYTES: Final = 256 * 2**20  # memory for the partial results of a prompt launch
-SHARING: Final = 4  # times the pool's tokens: contexts of a recorded step together, for which graphs have memory
+PROGRAMS_PER_PROCESSOR: Final = 8  # of a decode launch; several hide each other's memory latency
+PARTIAL_BYTES: Final = 256 * 2**20  # for the partial results of a prompt launch
+SHARING: Final = 4  # contexts of a recorded step together, in the pool's tokens, for which graphs have memory
 JOINED: Final = 16  # spans that a join kernel adds at a time
 MIN_TILE: Final = 16  # minimum of tl.dot
 
@@ -60,7 +60,7 @@ class TritonAttention:
         programs: int | None = None,
         span: int = SPAN,
     ) -> None:
-        """`programs`: maximum number of concurrent decode programs; by default several per processor."""
+        """`programs`: most concurrent decode programs; by default several per processor."""
         self._pool = pool
         self._layout = layout
         self._tiles = tiles or choose_tiles(layout.head_dim, pool.dtype)
@@ -175,14 +175,14 @@ class TritonAttention:
                 )  # fmt: skip
 
     def _partials(self, out: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Memory for partial results of `rows` queries and spans; `out` stands for none."""
+        """Allocate partial results of `rows` queries and spans; `out` stands for none."""
         if not rows:
             return out, out
         size = rows * self._layout.head_dim
         return tuple(torch.empty(n, dtype=torch.float32, device=out.device) for n in (size, rows))  # type: ignore[return-value]
 
     def _recorded_pieces(self, rows: int) -> int:
-        """Pieces of work that graphs of `rows` decodes have memory for. Contexts may share pages."""
+        """Return for how many pieces graphs of `rows` decodes have memory. Contexts may share pages."""
         span, layout = self._tables.blocks.span, self._layout
         pool = len(self._pool) * layout.page_size // span
         return min(rows * -(-self.limits.context // span), rows + SHARING * pool)
@@ -197,7 +197,7 @@ class TritonStep:
     pieces: int  # of decodes, at most
     filled: Filled | None  # None: of a recorded step, whose tables change
     joins: bool  # decodes may have several spans
-    replayable: bool  # what `recorded` returns may stand for it
+    replayable: bool  # a recorded step may stand for it
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
@@ -218,7 +218,7 @@ def _tables(blocks: QueryBlocks) -> tuple[Tensor, ...]:
 
 
 def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least `n`."""
+    """Return the smallest that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 

@@ -1,8 +1,7 @@
 """Triton kernels for attention over the pool, [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
-Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`. A context is attended to in
-spans, each a piece of work. The partial result of a span, its sum of values over its sum of weights, goes to a slot, and
-`join_kernel` combines those of a row in order.
+Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`. A span's partial result, its sum
+of values over its sum of weights, goes to a slot, and `join_kernel` combines those of a row in order.
 Numbers that change between steps are not specialised on, so a model compiles each kernel once.
 Scores are in base 2. Zeros pad head dimensions to powers of two.
 OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the pool's type.
@@ -118,7 +117,7 @@ def _store(
     BLOCK_D: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Store results at rows `places` of `out` if the span is `alone`, else at rows `parts` of the partial ones."""
+    """Store at rows `places` of `out` if the span is `alone`, else at rows `parts` of the partial results."""
     dims = tl.arange(0, BLOCK_D)[None, :]
     mask = mine[:, None] & (dims < HEAD_DIM)
     if alone:
@@ -176,8 +175,8 @@ def decode_kernel(
     """Attend with single tokens to spans of their contexts: grid (kv_heads, lanes).
 
     Lane i takes the pieces i, i + lanes, … of the list behind `pages`: [rows | spans]. So a graph's grid does not grow
-    with the longest context that it allows. The last span of a context writes the new KV and reads it from `key` and
-    `value`, so no program reads a slot that is being written.
+    with its longest context. A context's last span writes the new KV and reads it from `key` and `value`, so no program
+    reads a slot that is being written.
     """
     head, lane = tl.program_id(0), tl.program_id(1)
     pieces = tl.load(header)
@@ -292,8 +291,8 @@ def join_kernel(
 ):
     """Combine the spans of a query, BLOCK_S at a time: grid (kv_heads * ROWS, blocks).
 
-    ROWS queries make a block: of a decode's row, or of a block of a chunk. A decode with one span has its result; one
-    with none is padding, whose result is zero.
+    ROWS queries are a decode's row or a block of a chunk. A decode with one span has its result; one with none is
+    padding, whose result is zero.
     """
     head, member, block = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS, tl.program_id(1)
     if DECODES:

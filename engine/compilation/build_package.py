@@ -33,7 +33,8 @@ ONCE: Final = {
     "aot_inductor.precompile_headers": False,  # they take 7 s and 290 MB in /tmp, and only help the next package
     # PyPI's torch has the functions that inductor would check for by compiling four libraries, which takes 8 s.
     "cpp.vec_isa_ok": platform.machine() == "x86_64" or None,
-    # Inductor divides a loop only if each of this machine's cores would get this many elements: by default, none on 64.
+    # Inductor divides a loop only if each of this machine's cores would get this many elements. Its default would divide
+    # none on 64 cores.
     "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
 }
 OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # weights are folded in and packed
@@ -73,7 +74,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
         )
         merge_products(program.graph)
         unfinished = path.with_suffix(UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)  # a killed process's: only one builds at a time
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process, as only one builds at a time
         unfinished.mkdir()
         archive, package = unfinished / "archive.pt2", unfinished / "package"
         try:

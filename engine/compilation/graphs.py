@@ -48,7 +48,7 @@ Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # work → its re
 
 
 class CudaRecorder:
-    """Its graphs run one at a time, so they share a memory pool."""
+    """Graphs run one at a time, so they share a memory pool."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()

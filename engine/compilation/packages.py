@@ -30,7 +30,7 @@ FORMAT: Final = 7  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # compiling a smaller model is not worth a minute
 MAX_PARAMETERS: Final = 2_000_000_000  # limit for packages with their own weights
 KEPT_PACKAGES: Final = 4
-LEFT_AFTER_S: Final = 24 * 3600.0  # age at which an unfinished package is removed
+LEFT_AFTER_S: Final = 24 * 3600.0  # age of an unfinished package that no compilation reaches
 
 
 class CompilationFailed(Exception):
@@ -159,7 +159,7 @@ def _build(job: Job) -> None:
 
 
 def _mark_used(package: Path) -> bool:
-    """Return False if it does not exist."""
+    """Return False if the package does not exist."""
     try:
         os.utime(package)
     except FileNotFoundError:

@@ -11,7 +11,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
 PROMPT: Final = 40  # tokens, more than two of the smallest pages
-# in root mean squares of the logits
+# relative to the logits' root mean square
 TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
@@ -44,4 +44,4 @@ def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
 
 
 def _pages(layout: KvLayout, num_tokens: int) -> int:
-    return max(2, layout.pages_for(num_tokens))  # see MIN_TOKENS
+    return max(2, layout.pages_for(num_tokens))  # torch specialises a dimension of size 1

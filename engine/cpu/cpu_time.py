@@ -82,7 +82,7 @@ def unused_s() -> float | None:
             for line in file:
                 name, *ticks = line.split()
                 if not name.startswith(b"cpu"):
-                    break
+                    break  # the lines of cores come first
                 if name in cores:
                     idle += int(ticks[3]) + int(ticks[4])  # idle and iowait
     except (OSError, IndexError, ValueError):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-SLOTS: Final = 64  # most workers on one machine
+SLOTS: Final = 64  # workers on one machine
 ROWS: Final = 4
 SILENT_NS: Final = 2 * 10**9  # after which a busy worker may have been killed
 RESTED_NS: Final = 10**8

@@ -93,7 +93,7 @@ class ThreadLimit:
         elif self._used == self.threads < self._all:
             self._look_for_room(now)
             retry_s = self._retry_s if self._has_room else LAST_RETRY_S
-            if retry_s > FIRST_RETRY_S:
+            if retry_s > FIRST_RETRY_S:  # the try is likely to fail
                 retry_s = max(retry_s, RETRY_WINDOWS * self._window_s)
             proved = self._has_room and self._windows == 1  # the added thread got a core, so add the next
             if proved or now - self._changed >= retry_s:

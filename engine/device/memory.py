@@ -122,7 +122,7 @@ class MemoryUse:
 
 
 def lack_of_memory(by_others: bool) -> type[CannotServe]:
-    """Return the error: a later start may find the memory of other processes free, as that of a killed one returns late."""
+    """Return the error's class. A later start may find memory of other processes free: that of a killed one returns late."""
     return CannotServe if by_others else WrongSettings
 
 

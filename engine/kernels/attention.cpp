@@ -41,7 +41,7 @@ constexpr int64_t SPAN = 256;       // tokens of context that one decode task re
 constexpr int64_t TILE_ROWS = 128;  // query rows of a prompt tile, at least the heads of one token
 constexpr float LOWEST = -1e30f;    // the maximum of no scores; finite, so that differences with it are not NaN
 
-// The arguments of one call, which all its tasks read.
+// The arguments of one call.
 template <typename T>
 struct Call {
   const T *query, *key, *value;  // [heads or kv_heads, tokens, dim], each row of dim contiguous
@@ -70,7 +70,6 @@ struct Call {
   float score(float product) const { return softcap > 0 ? softcap * std::tanh(product / softcap) : product; }
 };
 
-// Writes new keys and values to their slots.
 template <typename T>
 void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
@@ -320,7 +319,7 @@ void attend(const Call<T>& c) {
       spans_left[r * c.kv_heads + head] = spans - first_span[r * c.kv_heads + head];
     }
   }
-  on_all_threads((c.tokens + 63) / 64, [&](int64_t part) {  // 64 tokens each, which may belong to several requests
+  on_all_threads((c.tokens + 63) / 64, [&](int64_t part) {  // 64 tokens each, perhaps of several requests
     for (int64_t r = 0; r < c.requests; ++r) {
       const int64_t first = std::max<int64_t>(c.starts[r], part * 64), last = std::min<int64_t>(c.starts[r + 1], part * 64 + 64);
       if (first < last) store_new(c, r, first - c.starts[r], last - c.starts[r]);

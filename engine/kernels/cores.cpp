@@ -42,7 +42,7 @@ bool follow_threads(Tensor allowed_threads, Tensor used_threads) {
 }
 
 thread_local std::vector<int64_t> cores;  // the cores of this thread's team; empty: the kernel chooses
-thread_local int64_t placed_threads = 0;  // number of threads that were placed; 0: none
+thread_local int64_t placed_threads = 0;
 
 void keep_apart(Tensor own_cores) {
   if (own_cores.scalar_type() != ScalarType::Long) throw std::runtime_error("kvmesh::keep_apart: the tensor must be int64");
@@ -72,7 +72,7 @@ void place_threads(int64_t number) {
 
 }  // namespace
 
-// Adjusts the number of threads and their cores. Runs on the thread that computes the step.
+// Runs on the thread that computes the step.
 void adapt_threads() {
   if (allowed != nullptr) {
     const int64_t number = allowed->load(), before = used->load();

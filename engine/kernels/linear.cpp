@@ -32,7 +32,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t PANEL = 32;        // columns of a panel
+constexpr int64_t PANEL = 32;        // columns
 constexpr int64_t FEW = 16;          // up to this many rows, memory limits a product; with tiles up to one pass
 constexpr int64_t LINE = 64 / 2;     // numbers of a cache line
 constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel that are prefetched before they are needed
@@ -181,7 +181,7 @@ void multiply(Tiles& tiles, int64_t rows, const uint16_t* x, int64_t in, const u
 }
 #endif
 
-// Calls work(0) to work(turns - 1) on torch's threads; each thread takes the next number when it is free.
+// Calls work(0) to work(turns - 1) on torch's threads.
 template <typename Work>
 void share(int64_t turns, const Work& work) {
   std::atomic<int64_t> next{0};

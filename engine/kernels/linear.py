@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from engine.device.huge_pages import HugeMemory
 from engine.kernels.shared_linear import SharedLinear, share_linears
 
-PANEL: Final = 32  # output columns that are stored together
+PANEL: Final = 32  # output columns stored together
 
 
 class PackedLinear(torch.nn.Module):
@@ -64,7 +64,7 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def sums_in_one_order(module: torch.nn.Module) -> bool:
-    """Return whether products are batch invariant: each layer with a matrix is packed or an embedding."""
+    """Return whether products are batch invariant: each matrix is packed or an embedding."""
     safe = (PackedLinear, PackedGate, PackedHead, torch.nn.Embedding)
     others = [layer for layer in module.modules() if not isinstance(layer, safe)]
     return is_packed(module) and all(p.dim() < 2 for layer in others for p in layer.parameters(recurse=False))
@@ -76,16 +76,16 @@ def can_pack() -> bool:
 
 
 def pack_linears(module: torch.nn.Module) -> int:
-    """Replace supported linear layers and free their plain weights. Layers with the same input are packed together.
+    """Replace supported linear layers. Those with the same input are packed together.
 
-    Returns: the number of replaced layers; 0 without AVX2.
+    Returns: their number; 0 without AVX2.
     """
     if not can_pack():
         return 0
     memory = HugeMemory()
     replaced = _pack_gates(module, memory) + _pack_head(module, memory)
     share_linears(module)
-    packed: dict[int, torch.nn.Parameter] = {}  # by weights that siblings share
+    packed: dict[int, torch.nn.Parameter] = {}  # by id of weights, which siblings share
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             rows = _rows(layer)

@@ -1,4 +1,4 @@
-"""Compiles the C++ sources of this package, once per machine, and loads them."""
+"""Compiles this package's C++ once per machine, and loads it."""
 
 import logging
 import os
@@ -11,6 +11,7 @@ import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from engine.cpu.machine import NoCompiler, compiler, fingerprint, locked, processor, sync_to_disk
+from engine.kernels.operators import like_attended
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +29,11 @@ class KernelsUnavailable(Exception):
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Load attend_pages, small_words and, if the processor supports them, the operators of linear.cpp.
-
-    Raises: KernelsUnavailable.
-    """
+    """Load the operators; those of linear.cpp only if the processor supports them. Raises: KernelsUnavailable."""
     if kernels_are_loaded():
         return
     _load("kernels", kernel_sources(), FAST, ("torch_cpu",), state_dir, torch.ops.load_library)
-    torch.library.register_fake("kvmesh::attend_pages", _like_attended)
+    torch.library.register_fake("kvmesh::attend_pages", like_attended)
     if hasattr(torch.ops.kvmesh, "linear"):
         torch.library.register_fake("kvmesh::linear", _like_product)
         torch.library.register_fake("kvmesh::gated_linear", _like_gated)
@@ -43,12 +41,9 @@ def load_kernels(state_dir: Path) -> None:
 
 
 def load_package_class(state_dir: Path) -> None:
-    """Load the class `torch.classes.kvmesh_package.Package`, once.
-
-    Raises: KernelsUnavailable.
-    """
+    """Load `torch.classes.kvmesh_package.Package`, once. Raises: KernelsUnavailable."""
     try:
-        torch.classes.kvmesh_package.Package  # noqa: B018 - the only way to check whether it exists
+        torch.classes.kvmesh_package.Package  # noqa: B018 - the only way to check for it
     except RuntimeError:
         pass
     else:
@@ -62,7 +57,7 @@ def kernel_sources() -> list[Path]:
 
 
 def source_texts(sources: Sequence[Path]) -> list[str]:
-    """Return the sources with their headers, whose hash is part of the library's name."""
+    """Return the sources and all headers."""
     return [path.read_text() for path in [*sources, *sorted(HERE.glob("*.h"))]]
 
 
@@ -106,7 +101,7 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
 
 
 def _is_loaded(library: Path, load: Callable[[str], object]) -> bool:
-    """Load a library. Return False if it is missing, damaged, or built for another libc."""
+    """Load a library, unless it is missing, damaged, or built for another libc."""
     if not library.exists():
         return False
     try:
@@ -120,10 +115,10 @@ def _is_loaded(library: Path, load: Callable[[str], object]) -> bool:
 
 
 def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
-    """Compile and link; `library` is created by a rename."""
+    """Create `library` by a rename."""
     unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
     try:
-        env = os.environ | {"LC_ALL": "C"}  # because English words are searched for in its errors
+        env = os.environ | {"LC_ALL": "C"}  # for errors in English
         done = subprocess.run(
             [*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False, env=env
         )
@@ -139,13 +134,9 @@ def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> Non
 
 def _first_error(lines: Sequence[str]) -> str:
     at = next((at for at, line in enumerate(lines) if "error" in line), 0)
-    if at > 0 and lines[at].startswith("collect2:"):  # this line only counts the linker's errors
+    if at > 0 and lines[at].startswith("collect2:"):  # it only counts the linker's errors
         at -= 1
     return lines[at] if lines else ""
-
-
-def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:
-    return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
 def _like_product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 }
 #endif
 
-// A vector fills one register. The compiler would keep a longer one in memory, so that each sum waits for the previous one.
+// A vector fills one register. A longer one would be kept in memory, so that each sum waits for the previous one.
 #ifdef __AVX512F__
 constexpr int64_t LANES = 16;
 constexpr int TILE = 8;  // rows of a product whose sums fit into the 32 registers

@@ -35,7 +35,7 @@ template <typename T>
 using Products = Singles;
 #endif
 
-// Prefetches memory that is read soon, because a page is too short for the processor's own prefetching.
+// A page is too short for the processor's own prefetching.
 template <typename T>
 inline void prefetch(const T* rows, int64_t count) {
   for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64)

@@ -11,10 +11,7 @@ SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedLinear(torch.nn.Module):
-    """Some rows of a linear layer whose weights siblings share.
-
-    When traced, each sibling computes the whole product, and `merge_products` merges these.
-    """
+    """Some rows of shared weights. When traced, each sibling computes the whole product, and `merge_products` merges these."""
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
         super().__init__()
@@ -30,10 +27,7 @@ class SharedLinear(torch.nn.Module):
 
 
 def share_linears(module: torch.nn.Module) -> int:
-    """Replace siblings throughout `module`, which then share one weight tensor.
-
-    Returns: the number of groups.
-    """
+    """Replace siblings in `module`, which then share a weight tensor. Returns: the number of groups."""
     shared = 0
     for parent in list(module.modules()):
         for names in SIBLINGS:
@@ -68,10 +62,7 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 
 def merge_products(graph: torch.fx.Graph) -> int:
-    """Merge equal calls of `linear`, because inductor does not.
-
-    Returns: the number of dropped calls.
-    """
+    """Merge equal calls of `linear`, because inductor does not. Returns: the number of dropped calls."""
     products = {linear, torch.ops.aten.linear.default}  # as traced by torch.compile and by torch.export
     if hasattr(torch.ops.kvmesh, "linear"):
         products.add(torch.ops.kvmesh.linear.default)

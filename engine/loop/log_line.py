@@ -46,6 +46,7 @@ class SlowSteps:
         if not stats.prompt_tokens and not stats.decode_tokens:
             return
         now, step_s = self._clock(), stats.step_s
+        # steps of one kind differ in tokens by less than a factor of two
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
@@ -57,7 +58,7 @@ class SlowSteps:
             self._before, self._read = self._held(), now
         if count < STEPS_TO_LEARN:
             usual_s = min(usual_s, step_s)  # the first steps touch new memory
-        else:
+        else:  # one slow step counts little
             usual_s += LATEST_STEP_WEIGHT * (min(step_s, 2 * usual_s) - usual_s)
         self._usual[kind] = (count + 1, usual_s)
 

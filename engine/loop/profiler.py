@@ -27,7 +27,7 @@ class EngineProfiler:
     async def start(self) -> None:
         if "torch" in sys.modules:  # not with the mock engine
             await asyncio.to_thread(import_module, SLOW_IMPORT)
-        await self._engine.between_steps(self._start)
+        await self._engine.between_steps(lambda engine: engine.start_profile(self._facts))
         self._started_s = perf_counter()
         self._steps = 0
 
@@ -49,9 +49,6 @@ class EngineProfiler:
             if running:
                 await self._engine.between_steps(_stop)
         return recorded_s, steps
-
-    def _start(self, engine: Engine) -> None:
-        engine.start_profile(self._facts)
 
     def _next(self, engine: Engine) -> Recording:
         ended = engine.stop_profile()

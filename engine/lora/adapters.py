@@ -65,15 +65,6 @@ class RowGroup:
 _groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
 
 
-@contextmanager
-def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
-    token = _groups.set(groups)
-    try:
-        yield
-    finally:
-        _groups.reset(token)
-
-
 def any_adapted() -> bool:
     return bool(_groups.get())
 
@@ -125,19 +116,18 @@ class Adapters:
 
     @contextmanager
     def of_rows(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Apply adapters to the rows of a step on this thread.
-
-        Args:
-            runs: (adapter or "", number of rows) in order. Each name is one of `identities`.
-        """
+        """Apply adapters to a step's rows on this thread. `runs`: (a name of `identities` or "", number of rows) in order."""
         rows: dict[str, list[int]] = {}
         start = 0
         for name, count in runs:
             if name:
                 rows.setdefault(name, []).extend(range(start, start + count))
             start += count
-        with adapted([RowGroup(self._select(taken), self.changes[name]) for name, taken in rows.items()]):
+        token = _groups.set([RowGroup(self._select(taken), self.changes[name]) for name, taken in rows.items()])
+        try:
             yield
+        finally:
+            _groups.reset(token)
 
     def _select(self, rows: list[int]) -> slice | torch.Tensor:
         if rows[-1] - rows[0] == len(rows) - 1:

@@ -18,7 +18,7 @@ from engine.model.end_tokens import named_end
 from engine.model.identity import random_identity, weights_identity
 from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress
-from engine.model.quantised import forget, unpacker
+from engine.model.quantised import forget_quantisation, unpacker
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.source import RANDOM_SEED, ModelSource, read_config
 from engine.model.support import check_config, max_positions
@@ -68,7 +68,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     model_config = read_config(directory)
     check_config(name, model_config)
     unpack = unpacker(model_config)
-    forget(model_config)
+    forget_quantisation(model_config)
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
         raise UnsupportedModel(f"{name} computes embeddings: LoRA adapters are for models that generate text")
@@ -135,7 +135,7 @@ def _moved(module: Any, device: torch.device) -> Any:
 
 
 def pick_device(name: str, rank: int = 0) -> torch.device:
-    """Return rank 0's device, or for later ranks one after it; they share a CPU. A CUDA device has an index.
+    """Return the device of `rank`, which has an index if it is CUDA. Ranks use devices from `name` on, or share a CPU.
 
     `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
 

@@ -36,7 +36,7 @@ def unpacker(config: Any) -> Unpack | None:
     return None
 
 
-def forget(config: Any) -> None:
+def forget_quantisation(config: Any) -> None:
     """Remove the description of quantised weights, by which transformers would choose kernels."""
     for each in (config, config.get_text_config()):
         if hasattr(each, "quantization_config"):

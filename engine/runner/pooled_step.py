@@ -66,7 +66,7 @@ class PooledStep:
         request = chunk.request
         match self._pooling.mode:
             case "mean":
-                # in fp32, so that chunk boundaries change only the last bits
+                # fp32, in token order, so that chunk boundaries change only the last bits
                 request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
             case "cls" if chunk.start == 0:
                 request.hidden = rows[0].clone()

@@ -17,7 +17,7 @@ class Launched(Protocol):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """As passed to `launch`."""
+        """The chunks passed to `launch`."""
 
     def sample(self) -> None:
         """Draw the tokens without waiting, before the next launch.

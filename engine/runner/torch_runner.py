@@ -131,7 +131,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if rows:
                 self._draw = self._runner.sampler.draw(logits, rows)
-                # for a step planned ahead, which no step with drafts is
+                # only for a step planned ahead; with drafts, none is
                 self._runner.drawn([chunk.request for chunk in self._ordered if chunk.samples], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

@@ -15,7 +15,7 @@ SLICE: Final = 64  # prompt rows at once, because each is a whole vocabulary
 
 
 class PendingLogprobs:
-    """By the logits before adjustment. Before `read`, and `store` of the classes below, wait for an `Arrival`."""
+    """Computed from logits before adjustment. Before `read`, and `store` of the classes below, wait for an `Arrival`."""
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
         """`logits`: float32 [N, vocab]. `token_ids`: int64 [N]."""

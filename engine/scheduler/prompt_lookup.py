@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 NGRAM: Final = 3  # maximum number of last tokens to look up
 FIRST_CHANCE: Final = 0.3  # assumed chance that a guess is right, before any was checked
-PREDICTED_CHANCE: Final = 0.8  # the same for a client's prediction of the answer
+PREDICTED_CHANCE: Final = 0.8  # the same for a prediction, because clients expect most of it to be repeated
 LATEST_GUESS_WEIGHT: Final = 0.15  # in the moving average
 LOOKUP_INTERVAL_STEPS: Final = 4  # while no guess is likely enough, because a lookup takes time
 FIRST_CAPACITY: Final = 256  # tokens
@@ -65,7 +65,10 @@ class PromptLookup:
         return guesses.likely(most, least_chance)
 
     def _predict(self, text: Tokens, drawn: Sequence[int]) -> None:
-        """Guess from the prediction. If at most one token matches, assume that the drawn tokens replaced as many of it."""
+        """Guess from the prediction. A match after the last one is more likely than one before it.
+
+        If at most one token matches, assume that the drawn tokens replaced as many of the prediction.
+        """
         guesses = self._predicted
         right = guesses.learn(drawn)
         found, size = next_match(self._prediction, text, self._place + max(0, right - 1))
@@ -99,7 +102,7 @@ class _Guesses:
 
     @property
     def chance(self) -> float:
-        """That the first token of the guess is right; 0 without a guess."""
+        """The chance that the guess's first token is right; 0 without a guess."""
         return self.chances[self._size] if self._tokens else 0.0
 
     def clear(self) -> None:

@@ -150,7 +150,7 @@ class Scheduler:
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if places > 0 and request.drafter is not None and request.has_begun:  # branches fork after the prompt
-                    share = -(-places // (len(decodes) - handled))
+                    share = -(-places // (len(decodes) - handled))  # later ones get what earlier ones leave
                     share = min(share, request.drafter.max_drafts)
                     rows = self._draft_rows - places
                     least = 0.0 if least_chance is None else least_chance(len(decodes), rows, share)

@@ -131,7 +131,7 @@ class ChunkLimit:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, disaggregated: int = 0) -> tuple[int, int]:
-        """Return the limit of prompt tokens beside `decodes`, of which some are `disaggregated`.
+        """Limit the prompt tokens in a step with `decodes` decodes, of which some are `disaggregated`.
 
         Returns: the limit, and the limit for a first chunk that completes its prompt.
         """

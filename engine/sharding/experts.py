@@ -52,7 +52,7 @@ def cut_experts(module: Any, cut: ExpertCut) -> None:
         setattr(module, name, part.parameter(getattr(module, name)))
     if cut.owned is not None:
         module.num_experts = len(cut.owned)
-        module._is_expert_parallel = True  # accepts routes to experts of other ranks
+        module._is_expert_parallel = True  # so that transformers accepts routes to other ranks' experts
 
 
 class ReducedExperts(torch.nn.Module):
