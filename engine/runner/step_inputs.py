@@ -10,7 +10,7 @@ from engine.scheduler.request import Chunk
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     """R requests with T tokens, in `StepShape`'s order."""
 
-    token_ids: list[int]  # [T]; 0 for a token that the previous step draws
+    token_ids: list[int]  # [T]; 0 for those of `ahead`
     positions: list[int]  # [T]
     keep: list[int]  # indices of the tokens whose logits are read
     ahead: list[int]  # indices of the tokens that the previous step draws

@@ -26,7 +26,7 @@ class Penalties:
     Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int) -> None:
+    def __init__(self, rows: Numbered, vocab: int) -> None:
         self._rows = [row for _, row in rows]
         self._firsts = [i * vocab for i, _ in rows]  # start of each row in flattened logits
         params = [row.params for row in self._rows]
