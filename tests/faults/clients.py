@@ -1,4 +1,4 @@
-"""A client that reads its tokens from the mesh, as the HTTP side does."""
+"""A client that reads its tokens from the mesh, like the HTTP side of the frontend."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from tests.services.frontend.reading import reading
 
 
 class Answer(NamedTuple):
-    """All that an engine alone says."""
+    """One choice of a lone engine."""
 
     tokens: list[int]
     finish: str
@@ -22,7 +22,7 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Client:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     number: int
     prompts: list[list[int]]  # one for each choice
@@ -32,34 +32,32 @@ class Client:
     adapter: str = ""
     frontend: Frontend | None = field(default=None, init=False)
     task: "asyncio.Task[None] | None" = field(default=None, init=False)
-    has_left: bool = field(default=False, init=False)  # of itself, or its frontend died
-    has_stalled: bool = field(default=False, init=False)  # it did not read for a while
-    received_s: float = field(default=0.0, init=False)  # when something came for it, or when it asked
-    silence_s: float = field(default=0.0, init=False)  # the longest time in which nothing came
-    error: Any = field(default=None, init=False)  # what it was told
+    has_left: bool = field(default=False, init=False)  # or its frontend died
+    has_stalled: bool = field(default=False, init=False)  # stopped reading for a while
+    received_s: float = field(default=0.0, init=False)  # time of the last token, or of the request
+    silence_s: float = field(default=0.0, init=False)  # the longest time without a token
+    error: Any = field(default=None, init=False)  # the one that it received
     tokens: list[int] = field(default_factory=list, init=False)
     finish: str | None = field(default=None, init=False)
 
     @property
     def model(self) -> str:
-        """What it asks for."""
         return self.adapter or MODEL
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a part of every answer."""
+        """Whether it has a token of every choice."""
         return bool(self.tokens)
 
     @property
     def lacks_kv(self) -> bool:
-        """Whether it got the error that its prompt's KV did not arrive."""
+        """Whether its error is that the prompt's KV did not arrive."""
         return isinstance(self.error, KvUnavailable)
 
     def __str__(self) -> str:
         return f"client {self.number}: {len(self.tokens)} tokens, {self.finish}, {self.error!r}"
 
     async def run(self, frontend: Frontend) -> None:
-        """Read the stream to its end, under the same limit as the HTTP side's."""
         self.received_s = asyncio.get_running_loop().time()
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(f"r{self.number}", self.model, self.prompts[0], self.sampling, "", deadline)
@@ -69,35 +67,33 @@ class Client:
                 reading(frontend.mesh, prompt) as (deltas,),
             ):
                 async for delta in deltas:
-                    self.heard()
+                    self.end_silence()
                     assert self.finish is None, "tokens after the last one"
                     self.tokens += delta.token_ids
                     self.finish = delta.finish
         except MeshError as exc:
             self.error = exc
         finally:
-            self.heard()
+            self.end_silence()
 
-    def heard(self) -> None:
-        """Something came, or nothing will come any more."""
+    def end_silence(self) -> None:
         now_s = asyncio.get_running_loop().time()
         self.silence_s = max(self.silence_s, now_s - self.received_s)
         self.received_s = now_s
 
     def leave(self) -> None:
-        """Ask no more."""
         assert self.task is not None
         self.has_left = True
         self.task.cancel()
 
     def stall(self, _seconds: float) -> bool:
-        """Read nothing for so long; whether it can."""
+        """Stop reading for a while, or return False: it cannot."""
         return False
 
     def problems(self, answers: list[Answer], *, broken: bool) -> list[str]:
-        """Return what is wrong. A client must get all tokens, or some of them and exactly one error.
+        """Check that the client received all tokens, or some of them and exactly one error.
 
-        `broken`: a message was made unreadable, or an answer was replaced by one that reports a defect.
+        `broken`: a fault has garbled a message, or injected InvariantBroken.
         """
         assert self.task is not None
         (tokens, finish), found = answers[0], []

@@ -1,5 +1,3 @@
-"""One home for all runs: nothing is in it but the mock's model."""
-
 from pathlib import Path
 
 import pytest
@@ -7,5 +5,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the engines of all runs find their model."""
+    """The directory of the mock's model, shared by all runs."""
     return tmp_path_factory.mktemp("faults")

@@ -1,4 +1,4 @@
-"""What goes wrong in a run, when, and the one who sees to it. A fault prints as the code that makes it."""
+"""The faults of a run, and `Chaos`, which injects them. A fault prints as the code that makes it."""
 
 import asyncio
 import logging
@@ -29,32 +29,30 @@ DECODE: Final = logging.getLogger("services.decode")  # of all its modules
 
 
 class Do(StrEnum):
-    """What a fault does: to a message, to a write, to a process, to a server, to a client."""
-
     DROP = auto()
     DELAY = auto()  # by `amount` seconds
     DUPLICATE = auto()  # again after `amount` seconds
-    GARBLE = auto()  # it cannot be read
-    ALTER = auto()  # `field` becomes another value of its kind
-    REFUSE = auto()  # answered with the error `field` in the receiver's stead
-    UNSENT = auto()  # the sender's client says that NATS is away
-    NOBODY = auto()  # the sender's client says that nobody listens
+    GARBLE = auto()  # truncated
+    ALTER = auto()  # `field` becomes another value of its type
+    REFUSE = auto()  # answered with the error `field`, and not delivered
+    UNSENT = auto()  # the sender's client raises OutboundBufferLimitError
+    NOBODY = auto()  # the sender's client raises NoRespondersError
     WRITE_FAILS = auto()
     WRITE_LATE = auto()  # by `amount` seconds
     WRITE_SILENT = auto()  # its notification is lost
     WRITE_STAMP = auto()  # the aux slot carries another stamp
-    WRITE_CORRUPT = auto()  # a bit of it lands as another
+    WRITE_CORRUPT = auto()  # one bit is flipped
     KILL = auto()  # for good; another instance starts later
     STOP = auto()  # SIGSTOP, and SIGCONT after `amount` seconds
     LEASE = auto()  # etcd drops its lease
-    DRAIN = auto()  # it is asked to leave; another instance starts later
+    DRAIN = auto()  # SIGTERM; another instance starts later
     NATS_AWAY = auto()  # for `amount` seconds
     ETCD_AWAY = auto()  # for `amount` seconds
-    CLIENT_GONE = auto()  # client number `which` of those that are there
-    HANG = auto()  # it does nothing for `amount` seconds, and its lease lives on
-    STEPS_FAIL = auto()  # of its engine, all from now on; the process ends when it notices, and another instance starts
+    CLIENT_GONE = auto()  # client number `which` of those that wait
+    HANG = auto()  # for `amount` seconds, in which its lease is renewed
+    STEPS_FAIL = auto()  # all further steps of its engine; the process ends, and another instance starts
     RANK_LOST = auto()  # kill -9 of a follower; its process ends, and another instance starts
-    CUT_OFF = auto()  # it alone does not reach etcd for `amount` seconds
+    CUT_OFF = auto()  # from etcd, for `amount` seconds
     CLIENT_STALLS = auto()  # it reads nothing for `amount` seconds
 
 
@@ -64,7 +62,7 @@ OF_WRITES: Final = (Do.WRITE_FAILS, Do.WRITE_LATE, Do.WRITE_SILENT, Do.WRITE_STA
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault. `at` names what it waits for, the `nth` time that it is seen:
+    """One fault, at the `nth` event `at`:
 
     `message <tag>`, `message frame`, `message last-frame`, `write pages`, `write aux`, `<lifecycle> <state>` such as
     `inbound transfer`, `<lifecycle> <state> to <state>`, or `time <seconds>`.
@@ -76,9 +74,9 @@ class Fault:
     count: int = 1  # of messages or writes in a row
     amount: float = 0.0
     field: str = ""
-    role: str = ""  # whose process
-    which: int = 0  # among the live ones of that role; of a message: nothing
-    after_s: float = 0.0  # later than `at`
+    role: str = ""  # of the process
+    which: int = 0  # of the live processes of that role
+    after_s: float = 0.0  # since that event
 
     def __str__(self) -> str:
         facts = [f"Do.{self.do.name}", repr(self.at)]
@@ -88,18 +86,21 @@ class Fault:
 
 
 class Chaos:
-    """Carries a schedule out. `act` does what is done to processes, servers and clients; `asked` sees requests to decode."""
+    """Injects a schedule. `act`: faults of processes, servers and clients; `requested`: called for each request to decode."""
 
     def __init__(
-        self, schedule: list[Fault], act: Callable[[Fault], bool], asked: Callable[[str, str], None] = lambda *_: None
+        self,
+        schedule: list[Fault],
+        act: Callable[[Fault], bool],
+        requested: Callable[[str, str], None] = lambda *_: None,
     ) -> None:
         self.fired: list[Fault] = []
         self.trace: list[str] = []
-        self.recovering = False  # nothing goes wrong any more
-        self.is_over = False  # nor is anything of note
+        self.recovering = False  # no further faults
+        self.is_over = False  # nor entries of the trace
         self._schedule = schedule
         self._act = act
-        self._asked = asked
+        self._requested = requested
         self._sees_ends = any(fault.at == f"message {LAST_FRAME}" for fault in schedule)
         self._seen: Counter[str] = Counter()
 
@@ -109,17 +110,15 @@ class Chaos:
                 self._later(fault, float(fault.at.removeprefix("time ")))
 
     def note(self, line: str) -> None:
-        """For the trace that a failure prints."""
-        if self.is_over:
-            return
-        self.trace.append(f"{asyncio.get_running_loop().time():9.4f} {line}")
+        """Add to the trace that a failure prints."""
+        if not self.is_over:
+            self.trace.append(f"{asyncio.get_running_loop().time():9.4f} {line}")
 
     def message(self, sent: Sent) -> list[Copy] | None:
-        """See `memory_nats.Meddler`."""
         if sent.kind not in ("heartbeat.v1", "frame"):
             self.note(f"{sent.sender.name} → {sent.subject}: {sent.kind}")
         if sent.kind.startswith("generate.v"):
-            self._asked(unpack_plain(sent.data)[1]["request_id"], sent.subject.split(".")[-2])
+            self._requested(unpack_plain(sent.data)[1]["request_id"], sent.subject.split(".")[-2])
         due = self._due(f"message {sent.kind}", OF_MESSAGES)
         if self._sees_ends and sent.kind == "frame" and any(item.finish for item in unpack_frame(sent.data).items):
             due += self._due(f"message {LAST_FRAME}", OF_MESSAGES)
@@ -129,7 +128,6 @@ class Chaos:
         return None
 
     def write(self, agent: str, kind: str) -> WriteFault:
-        """See `memory_transfer.WriteMeddler`."""
         self.note(f"write of {kind} to {agent}")
         for fault in self._due(f"write {kind}", OF_WRITES):
             self._fire(fault)
@@ -144,14 +142,14 @@ class Chaos:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Lifecycles are seen while inside: they log every move. So is what decode warns of."""
-        told = _Told(self.note)
-        DECODE.addHandler(told)
+        """Observe all transitions of lifecycles, and decode's warnings."""
+        warnings = _Warnings(self.note)
+        DECODE.addHandler(warnings)
         try:
             with mock.patch.object(lifecycle, "log", _Moves(self._moved)):
                 yield
         finally:
-            DECODE.removeHandler(told)
+            DECODE.removeHandler(warnings)
 
     def _moved(self, of: str, was: str, now: str) -> None:
         if not of.startswith("request "):
@@ -161,7 +159,7 @@ class Chaos:
         self._due(f"{lifecycle_name} {was} to {now}", ())
 
     def _due(self, event: str, kinds: tuple[Do, ...]) -> list[Fault]:
-        """Faults of `kinds` for this event; others that wait for it are carried out."""
+        """Count the event. Return its faults of `kinds`, and schedule its faults of processes, servers and clients."""
         if self.recovering:
             return []
         self._seen[event] += 1
@@ -186,7 +184,7 @@ class Chaos:
 
 
 class _Moves:
-    """In the place of the lifecycles' logger, which would make a record of each move."""
+    """Replaces the logger of the lifecycles: log records would be slow."""
 
     def __init__(self, moved: Callable[[str, str, str], None]) -> None:
         self._moved = moved
@@ -198,9 +196,7 @@ class _Moves:
         self._moved(extra["of"], extra["was"], extra["is"])
 
 
-class _Told(logging.Handler):
-    """Notes what is logged."""
-
+class _Warnings(logging.Handler):
     def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._note = note
@@ -232,7 +228,7 @@ def _meddled(fault: Fault, sent: Sent) -> list[Copy]:
 
 def _altered(data: bytes, name: str) -> bytes:
     tag, fields = unpack_plain(data)
-    value = getattr(unpack(data, codec._by_tag[tag]), name)  # also where it is as by default, and does not travel
+    value = getattr(unpack(data, codec._by_tag[tag]), name)  # `fields` lacks defaults
     fields[name] = _other(value, name)
     packed: bytes = msgpack.packb([tag, fields], use_bin_type=True)
     return packed

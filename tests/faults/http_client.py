@@ -1,4 +1,4 @@
-"""A client that speaks HTTP to the frontend's application, in memory: headers, body and events as a server sends them."""
+"""A client that calls the frontend's ASGI application in memory."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ Facts = MutableMapping[str, Any]
 
 @dataclass(eq=False)
 class HttpClient(Client):
-    """One request by HTTP. What it gets must end exactly once: with its whole answer, or with one error."""
+    """One request by HTTP. Its response must end exactly once: with the whole answer, or with one error."""
 
     streams: bool = True
     status: int = field(default=0, init=False)
@@ -26,10 +26,10 @@ class HttpClient(Client):
     _parts: list[bytes] = field(default_factory=list, init=False)
     _headers: dict[str, str] = field(default_factory=dict, init=False)
     _received: bytes = field(default=b"", init=False)
-    _is_over: bool = field(default=False, init=False)  # the server says that this was all
+    _is_over: bool = field(default=False, init=False)  # the last part of the body has arrived
     _gone: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _stalls_until_s: float = field(default=0.0, init=False)
-    _protocol: list[str] = field(default_factory=list, init=False)  # what a server would not have let pass
+    _protocol: list[str] = field(default_factory=list, init=False)  # violations of ASGI
 
     @property
     def has_begun(self) -> bool:
@@ -44,7 +44,6 @@ class HttpClient(Client):
         return f"client {self.number} {how}: {self.status} {self.texts}, {self.finishes}, {self.error}"
 
     async def run(self, frontend: Frontend) -> None:
-        """Send the request; the server writes as the application does."""
         self.received_s = asyncio.get_running_loop().time()
         self._parts = self._body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, self._parts)))]
@@ -66,7 +65,7 @@ class HttpClient(Client):
         try:
             await frontend.app(scope, self._receive, self._send)
         finally:
-            self.heard()
+            self.end_silence()
 
     def leave(self) -> None:
         self.has_left = True
@@ -105,7 +104,7 @@ class HttpClient(Client):
         return self.error is not None and self.error["code"] == "internal_error"
 
     def _body(self) -> list[bytes]:
-        """In two parts. Prompts are text or tokens, which is the same to the mock."""
+        """Make the body, in two parts. A prompt is text or tokens, which are equal to the mock."""
         as_text = self.number % 3 == 0
         prompts = [_text(prompt) if as_text else prompt for prompt in self.prompts]
         body = {
@@ -130,9 +129,9 @@ class HttpClient(Client):
     async def _send(self, message: Facts) -> None:
         while not self.has_left and (left_s := self._stalls_until_s - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(left_s, 0.1))
-        if self.has_left:  # as uvicorn does it
+        if self.has_left:  # like uvicorn
             return
-        self.heard()
+        self.end_silence()
         if self._is_over:
             self._protocol.append(f"after the end: {message}")
         elif message["type"] == "http.response.start":
@@ -146,35 +145,33 @@ class HttpClient(Client):
             self._received += message.get("body", b"")
             self._is_over = not message.get("more_body", False)
             if self._is_over:
-                self._gone.set()  # to the application it is the same
+                self._gone.set()  # the application cannot tell these apart
 
     def _read(self) -> list[str]:
-        """An answer in one piece."""
         if not self._is_over:
             return []
         found = []
         if len(self._received) != int(self._headers["content-length"]):
             found.append(f"{len(self._received)} bytes, announced {self._headers['content-length']}")
-        told = json.loads(self._received)
-        if ("error" in told) != (self.status >= 400):
-            found.append(f"status {self.status} with {told}")
-        self.error = told.get("error")
-        for choice in told.get("choices", ()):
+        response = json.loads(self._received)
+        if ("error" in response) != (self.status >= 400):
+            found.append(f"status {self.status} with {response}")
+        self.error = response.get("error")
+        for choice in response.get("choices", ()):
             self.texts[choice["index"]] = choice["text"]
             self.finishes[choice["index"]] = choice["finish_reason"]
         return found
 
     def _read_events(self) -> list[str]:
-        """What is not as a stream must be."""
         found = [] if self.status == 200 else [f"a stream with status {self.status}"]
         last = ""
         for data in self._events():
-            told = {} if data == DONE else json.loads(data)
+            response = {} if data == DONE else json.loads(data)
             if last == DONE or (self.error is not None and data != DONE):
                 found.append(f"after the end: {data}")
-            if "error" in told:
-                self.error = told["error"]
-            for choice in told.get("choices", ()):
+            if "error" in response:
+                self.error = response["error"]
+            for choice in response.get("choices", ()):
                 index = choice["index"]
                 if index in self.finishes:
                     found.append(f"after choice {index} had finished: {data}")

@@ -1,4 +1,4 @@
-"""What clients may see of each kind of fault, in one table. A run beyond its limits fails."""
+"""The most that each kind of fault may cost clients. A run beyond its limits fails."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -7,16 +7,16 @@ from typing import Final, NamedTuple
 from tests.faults.faults import OF_MESSAGES, Do, Fault
 from tests.faults.setup import Setup
 
-USUAL_S: Final = 0.3  # a client's longest silence in a run without faults: it waits for pages
-USUAL_STEPS: Final = 2  # and, where steps are long, for so many of them
+USUAL_S: Final = 0.3  # a client's longest silence without faults: it waits for pages
+USUAL_STEPS: Final = 2  # and for this many steps
 
 
 class Seen(NamedTuple):
-    """What the clients of one run saw; those that left, or stopped to read, do not count."""
+    """The effects on the clients of one run. Those that left or stopped reading do not count."""
 
-    silence_s: float  # the longest time in which a client that waited got nothing
-    failed: int  # answers that ended with an error
-    moves: int  # requests that went from a decode instance that was well to another one
+    silence_s: float  # the longest time without a token
+    failed: int  # answers
+    moves: int  # requests that left a healthy decode instance
 
 
 class Limit(NamedTuple):
@@ -73,7 +73,7 @@ LASTING: Final = {
 
 
 def kind_of(fault: Fault) -> str:
-    """A fault in plain words: the name of its row."""
+    """Return a fault in plain words: the name of its row."""
     if fault.do in OF_MESSAGES:
         tag = fault.at.removeprefix("message ").partition(".")[0]
         happens = HAPPENS.get(fault.do, f"arrives {fault.amount:g} s late")
@@ -96,13 +96,13 @@ def kind_of(fault: Fault) -> str:
 IN_A_ROW: Final = 4
 TRANSFER_S: Final = 8.0  # nodes.TRANSFER_TIMEOUT_S: then decode computes the prompt itself
 NOTICED_S: Final = 2.5  # an instance that is silent is lost after two seconds
-AGAIN_S: Final = 2.0  # what was lost has been sent again
-# The first pattern that fits a fault's kind.
+AGAIN_S: Final = 2.0  # a lost message is repeated within this time
+# The first pattern that matches counts.
 LIMITS: Final[dict[str, Limit]] = {
     "* arrives 0.05 s late": Limit(0.1),
     "* arrives 3 s late": Limit(3.0),
     "* arrives 12 s late": Limit(12.0, moves=2),
-    "* arrives twice": Limit(1.0),  # what its sender says after it waits for the second copy
+    "* arrives twice": Limit(1.0),  # its sender's next message waits for the second copy
     "a request to decode is lost": Limit(AGAIN_S),
     "a request to decode is unreadable": Limit(0.2, failed=1, moves=1),
     "a request to decode is altered": Limit(0.2, failed=1, moves=1),
@@ -142,7 +142,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "a bootstrap is frozen *": Limit(0.3),
     "a bootstrap hangs*": Limit(0.3),
     "a frontend is frozen for 4 s": Limit(4.0),
-    "a frontend is killed": NOTHING,  # for the clients of the others
+    "a frontend is killed": NOTHING,  # its own clients do not count
     "a * is drained": NOTHING,
     "a * loses its lease": NOTHING,
     "a * cannot reach etcd *": NOTHING,
@@ -153,7 +153,7 @@ LIMITS: Final[dict[str, Limit]] = {
 
 
 def row_of(fault: Fault) -> str:
-    """The pattern of `LIMITS` that fits. Raises: LookupError, for a fault without a limit."""
+    """Return the pattern of `LIMITS` that matches. Raises: LookupError, for a fault without a limit."""
     kind = kind_of(fault)
     for pattern in LIMITS:
         if fnmatchcase(kind, pattern):
@@ -162,19 +162,19 @@ def row_of(fault: Fault) -> str:
 
 
 def limit_of(schedule: Sequence[Fault]) -> Limit:
-    """What all faults of a schedule may cost together. Messages that are lost in a row are sent again one after another."""
+    """Return the sum of the limits of all faults. Messages lost in a row are repeated one by one, so each counts."""
     limits = [LIMITS[row_of(fault)] for fault in schedule]
     limits += [LIMITS[row_of(f)] for f in schedule if f.do is Do.DROP for _ in range(1, min(f.count, IN_A_ROW))]
     return Limit(*map(sum, zip(NOTHING, *limits, strict=True)))
 
 
 def usual_s(setup: Setup) -> float:
-    """The longest silence of a run without faults."""
+    """Return the longest silence of a run without faults."""
     return USUAL_S + USUAL_STEPS * max(setup.decode_step_s, setup.prefill_step_s)
 
 
 def beyond(seen: Seen, limit: Limit, setup: Setup) -> Iterator[str]:
-    """Each limit that does not hold."""
+    """Yield an error for each limit that was exceeded."""
     silence_s = usual_s(setup) + limit.silence_s
     if seen.silence_s > silence_s:
         yield f"a client got nothing for {seen.silence_s:.2f} s, the limit is {silence_s:.2f} s"

@@ -1,4 +1,4 @@
-"""etcd inside this process: records under leases, and each process's mirror of them; see `components.discovery.registry`."""
+"""etcd inside this process: records under leases, and each process's mirror of them."""
 
 import asyncio
 import contextvars
@@ -15,14 +15,12 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 from tests.faults.virtual_loop import Process
 
 WATCH_S: Final = 0.002
-NEXT_S: Final = 1e-7  # later than the change before: timers of one moment have no order
+NEXT_S: Final = 1e-7  # after the change before: timers of one moment have no order
 LOOK_AGAIN_S: Final = 0.2
 
 
 @dataclass(eq=False)
 class Lease:
-    """It runs out unless it is refreshed."""
-
     expires_s: float
     kept_until_s: float = 0.0  # by a thread of a process whose event loop hangs
     is_lost: bool = False
@@ -30,7 +28,7 @@ class Lease:
 
 
 class MemoryEtcd:
-    """The server. While it is away nothing changes, and no lease runs out."""
+    """While the server is away no record changes, and no lease expires."""
 
     def __init__(self, random: Random, ttl_s: float) -> None:
         self.ttl_s = ttl_s
@@ -47,21 +45,18 @@ class MemoryEtcd:
         return _now_s() < self.away_until_s
 
     def cut_off(self, process: Process, seconds: float) -> None:
-        """It alone does not reach this server for so long; then its mirror reads all records again."""
+        """Cut off one process for a time; then its mirror reads all records again."""
         self._cut_off_until_s[process] = _now_s() + seconds
         mirror = next(mirror for mirror in self._mirrors if mirror.process is process)
         asyncio.get_running_loop().call_later(seconds, mirror.range_again, context=process.context())
 
     def is_away_for(self, process: Process) -> bool:
-        """Whether that process does not reach it."""
         return self.is_away or self.is_cut_off(process)
 
     def is_cut_off(self, process: Process) -> bool:
-        """Whether that process alone does not reach it."""
         return _now_s() < self._cut_off_until_s.get(process, 0.0)
 
     def records(self) -> dict[str, InstanceRecord]:
-        """All of them, as a range gives them."""
         return {key: load_record(record) for key, (_, record) in self._records.items()}
 
     def grant(self) -> Lease:
@@ -71,7 +66,7 @@ class MemoryEtcd:
         return lease
 
     def refresh(self, lease: Lease) -> bool:
-        """Whether it is still valid."""
+        """Return whether the lease is still valid."""
         if not lease.is_lost:
             lease.expires_s = _now_s() + self.ttl_s
         return not lease.is_lost
@@ -82,17 +77,16 @@ class MemoryEtcd:
         lease.keys.add(key)
         self._records[key] = (lease, dump_record(record))
         for mirror in self._mirrors:
-            mirror.told(key, self._records[key][1])
+            mirror.notify(key, self._records[key][1])
 
     def lose(self, lease: Lease) -> None:
-        """It ran out, or was revoked."""
         if lease.is_lost:
             return
         lease.is_lost = True
         for key in sorted(lease.keys):
             del self._records[key]
             for mirror in self._mirrors:
-                mirror.told(key, None)
+                mirror.notify(key, None)
 
     def lease_of(self, instance_id: str) -> Lease | None:
         return next((lease for key, (lease, _) in self._records.items() if key.endswith(f"/{instance_id}")), None)
@@ -112,7 +106,7 @@ class MemoryEtcd:
 
 
 class MemoryRegistry:
-    """See `components.discovery.registry.Registry`."""
+    """Replaces `components.discovery.registry.Registry`."""
 
     def __init__(self, etcd: MemoryEtcd, process: Process) -> None:
         self.book = InstanceBook()
@@ -121,8 +115,8 @@ class MemoryRegistry:
         self._arrival_s = 0.0
         etcd.join(self)
 
-    def told(self, key: str, record: bytes | None) -> None:
-        """A change of etcd's."""
+    def notify(self, key: str, record: bytes | None) -> None:
+        """Apply a change a little later. `record`: None if it was deleted."""
         if self.process.is_dead or self._etcd.is_cut_off(self.process):
             return
         self._arrival_s = max(self._arrival_s + NEXT_S, _now_s() + WATCH_S * (1 + self._etcd.random.random()))
@@ -134,7 +128,6 @@ class MemoryRegistry:
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Registered while inside."""
         registered = asyncio.Event()
         async with background(self._keep(registration, make_record, registered), "lease"):
             await registered.wait()

@@ -1,7 +1,7 @@
-"""NATS inside this process, below `Bus`: what `nats.aio.client.Client` does for us, with every message in our hands.
+"""NATS inside this process: replaces `nats.aio.client.Client` below `Bus`, so that faults can change every message.
 
-Messages of one sender on one subject arrive in order. A call to a subject without subscriber fails at once; a stopped
-process keeps its subscriptions, and what comes for it waits; those of a dead one are gone.
+Messages of one sender on one subject arrive in order. A call to a subject without subscriber fails at once. Messages to a
+stopped process wait; a dead process has no subscriptions.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from components.messaging.replies import NO_RESPONDERS, STATUS
 from tests.faults.virtual_loop import Process, current_process
 
 LATENCY_S: Final = 0.0002
-NEXT_S: Final = 1e-7  # later than the message before: timers of one moment have no order
+NEXT_S: Final = 1e-7  # after the message before: timers of one moment have no order
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One delivery of it, so long after it was sent."""
+    """One delivery of it."""
 
     data: bytes
     delay_s: float = 0.0
@@ -44,15 +44,15 @@ class Copy:
 
 
 class Meddler(Protocol):
-    """Decides what becomes of a message."""
+    """Injects faults into messages."""
 
     def message(self, sent: Sent) -> list[Copy] | None:
-        """What is delivered; None: as it is. Raises: what the sender's client would."""
+        """Return what is delivered; None: the message unchanged. Raises: an error of the sender's client."""
 
 
 @dataclass
 class Subscription:
-    """As nats-py has it: messages come one after another."""
+    """Like a subscription of nats-py: it handles one message at a time."""
 
     server: "MemoryNats"
     subject: str
@@ -86,8 +86,6 @@ def _fits(pattern: str, subject: str) -> bool:
 
 
 class MemoryNats:
-    """The server."""
-
     def __init__(self, meddler: Meddler, random: Random) -> None:
         self._exact: dict[str, list[Subscription]] = {}  # by subject
         self._wild: list[Subscription] = []
@@ -123,7 +121,7 @@ class MemoryNats:
         return self._wild if is_wild else self._exact.setdefault(subscription.subject, [])
 
     def send(self, sent: Sent) -> None:
-        """Raises: what a fault makes of it."""
+        """Raises: the error that a fault injects."""
         loop = asyncio.get_running_loop()
         if sent.sender.is_dead:
             return
@@ -131,7 +129,7 @@ class MemoryNats:
         if copies is None:
             copies = [Copy(sent.data)]
         outage_s = 0.0
-        if self.is_away:  # nats-py keeps what it could not send, the server forgets what it had
+        if self.is_away:  # nats-py keeps its unsent messages, the server loses its own
             if self._random.random() < 0.5:
                 return
             outage_s = self.away_until_s - loop.time()
@@ -143,8 +141,7 @@ class MemoryNats:
             reply = "" if copy.to_sender else sent.reply
             loop.call_at(arrival, self._arrive, subject, reply, copy.data, sent.headers, context=self._context)
 
-    def tell_of_nobody(self, reply: str) -> None:
-        """Answer a call without a listener."""
+    def reply_no_responders(self, reply: str) -> None:
         at = asyncio.get_running_loop().time() + 2 * LATENCY_S
         headers = {STATUS: NO_RESPONDERS}
         asyncio.get_running_loop().call_at(at, self._arrive, reply, "", b"", headers, context=self._context)
@@ -157,7 +154,7 @@ class MemoryNats:
 
 
 class _Ids:
-    """Unique ids for `nats.micro`."""
+    """For `nats.micro`."""
 
     _numbers = count()
 
@@ -166,7 +163,7 @@ class _Ids:
 
 
 class MemoryClient:
-    """What `Bus` and `nats.micro` use of a connection."""
+    """The parts of a connection that `Bus` and `nats.micro` use."""
 
     max_payload = 8 << 20
     _pings_outstanding = 0
@@ -187,7 +184,7 @@ class MemoryClient:
     async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
         self._server.send(Sent(kind_of(data), subject, reply, data, headers or {}, self._process))
         if reply and not self._server.listeners(subject) and not self._server.is_away:
-            self._server.tell_of_nobody(reply)
+            self._server.reply_no_responders(reply)
 
     def new_inbox(self) -> str:
         return f"_INBOX.{next(self._server.inboxes)}"
@@ -207,7 +204,7 @@ class MemoryClient:
 
 
 def kind_of(data: bytes) -> str:
-    """A message's tag; "frame" for tokens and "kv-events" for changes of a cache, which have none."""
+    """Return a message's tag; "frame" or "kv-events" for those without one."""
     if data[:1] == b"\x96":
         return "kv-events"
     if data[:1] != b"\x92":

@@ -1,6 +1,6 @@
-"""Followers of a worker inside this process: transfer ends and connections to the leader as they are, pipes in memory.
+"""Followers of a worker inside this process: the product's code for transfers and orders, over pipes in memory.
 
-A follower is a process of its own: it runs while its leader is stopped, and ends with it.
+A follower keeps running while its leader is stopped, and ends with it.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ PID: Final = 1
 
 
 class Pipe:
-    """One direction: what is written is read a little later."""
+    """One direction, with the parts of asyncio.StreamWriter and its transport that are used."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.reader = asyncio.StreamReader()
@@ -29,26 +29,22 @@ class Pipe:
         self._sent: deque[bytes] = deque()
 
     def write(self, data: bytes) -> None:
-        """See asyncio.StreamWriter."""
         self._sent.append(data)
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + PIPE_S, self._arrive, context=self._fabric.context)
 
     @property
     def transport(self) -> "Pipe":
-        """See asyncio.StreamWriter."""
         return self
 
     def abort(self) -> None:
-        """See asyncio.WriteTransport."""
         self.close()
 
     def close(self) -> None:
-        """Its end is read after all that was written."""
         self.write(b"")
 
     async def wait_closed(self) -> None:
-        """See asyncio.StreamWriter."""
+        """There is no socket to close."""
 
     def _arrive(self) -> None:
         data = self._sent.popleft()
@@ -58,13 +54,10 @@ class Pipe:
             self.reader.feed_eof()
 
     def writer(self) -> asyncio.StreamWriter:
-        """As its users see it."""
         return cast("asyncio.StreamWriter", self)
 
 
 class MemoryRankEnd(RankEnd):
-    """Its transfer is in memory."""
-
     def __init__(self, stack: AsyncExitStack, make: Callable[[Open], MemoryTransfer]) -> None:
         super().__init__(stack)
         self._make = make
@@ -98,19 +91,16 @@ class MemoryRank:
         return MemoryTransfer(self._fabric, region, pages, order.agent, self.process, self._holder, seals=True)
 
     def kill(self) -> None:
-        """And its leader sees the end of its pipe."""
         self.process.state = Running.DEAD
         self._from.close()
 
     async def end(self) -> None:
-        """When its leader leaves."""
         await self.connection.close()
         if not self.process.is_dead:
             await self._task
 
 
 async def open_ranks(ranks: Sequence[MemoryRank], region: KvRegion, agent: str, pages: int) -> list[RankEndpoint]:
-    """Their endpoints."""
     found: list[RankEndpoint] = []
     for i, (rank, memory) in enumerate(zip(ranks, region.followers, strict=True), 1):
         layout = of_shard(region.layout, i, region.layout.shards)

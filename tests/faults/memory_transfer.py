@@ -1,10 +1,9 @@
-"""KV transfer inside this process: bytes copied between the pools of two engines, piece by piece, when their time comes.
+"""KV transfer inside this process: copies bytes between the pools of two engines, piece by piece.
 
-A piece is half a page, or less between pages of different sizes, so that a page can be there in part; of an aux slot it is a
-cache line, and they land in any order. Decode is notified of its end, or sees it in the slot, as with NIXL. What is copied is
-what the source holds when the piece lands, not when it was posted: a source page that was given away too early shows. A
-stopped process writes nothing and goes on where it was when it continues; the last pieces of one that was killed may
-still land. Whatever a piece hits must be held for the transfer that it was posted for.
+A piece is half a page, or less between pages of different sizes, so that a page can arrive in part. An aux slot is copied in
+cache lines, in any order. Decode is notified of the end, or polls the slot's seal, as with NIXL. Bytes are read when the
+piece lands, not when it is posted: this reveals a source page that was freed too early. A stopped process pauses its
+writes; the last pieces of a killed one may still land. A target page must be held for the transfer of its write.
 """
 
 import asyncio
@@ -25,32 +24,30 @@ from tests.faults.virtual_loop import Process
 
 WRITE_S: Final = 0.004
 LOOK_EVERY_S: Final = 0.005
-LAST_PIECES_S: Final = 3.0  # for which what a dead process posted may still land
+LAST_PIECES_S: Final = 3.0  # writes of a dead process may land for so long
 AUX_SLOTS: Final = 16
-MARK_BYTES: Final = 8  # of a piece: what the mock's pages say, the rest of a row says nothing
-AUX_FACTS: Final = (12, 16, 64)  # first token, number of cached tokens, what would be an alternative to it
+MARK_BYTES: Final = 8  # of a piece: the mock uses no others of a row
+AUX_FACTS: Final = (12, 16, 64)  # first token, number of cached tokens, first alternative
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFault:
-    """What becomes of one write."""
-
     delay_s: float = 0.0
-    fails: bool = False  # some of it lands
-    is_silent: bool = False  # an aux slot lands, its notification does not
+    fails: bool = False  # after some pieces
+    is_silent: bool = False  # no notification of an aux slot
     stamp: int = 0  # added to the aux slot's
-    corrupts: bool = False  # one bit lands as another
+    corrupts: bool = False  # one bit is flipped
 
 
 class WriteMeddler(Protocol):
-    """Decides what becomes of a write."""
+    """Injects faults into writes."""
 
     def write(self, agent: str, kind: str) -> WriteFault:
-        """For each write posted; `kind` is pages or aux."""
+        """Called for each posted write. `kind`: pages or aux."""
 
 
 class Fabric:
-    """What connects the agents."""
+    """The agents and their writes."""
 
     def __init__(self, meddler: WriteMeddler, random: Random) -> None:
         self.agents: dict[str, MemoryTransfer] = {}
@@ -70,11 +67,11 @@ class Piece:
     size: int
     page: int | None = None  # of the target's pool
     slot: int | None = None  # of its aux buffer
-    facts: tuple[int, ...] = ()  # of an aux slot: offsets in this piece of what somebody looks at
+    facts: tuple[int, ...] = ()  # of an aux slot: offsets in this piece of fields that decode reads
 
     @property
     def is_read(self) -> bool:
-        """Whether a bit of it that is another one is noticed."""
+        """Whether a flipped bit is noticed."""
         return self.slot is None or bool(self.facts)
 
 
@@ -101,7 +98,7 @@ class _Write:
         lost = fabric.random.randint(1, len(pieces)) if fault.fails else 0
         self._pieces = pieces[: len(pieces) - lost]
         self._hit = fabric.random.choice([p for p in pieces if p.is_read]) if fault.corrupts else None
-        # Pages that are late come one after another all the time, an aux slot in the end.
+        # Late pages are spread over the delay. A late aux slot lands at its end.
         before_s, during_s = (fault.delay_s, 0.0) if notification else (0.0, fault.delay_s)
         self._each_s = (during_s + WRITE_S * fabric.random.random()) / (len(self._pieces) + 1)
         self._later(before_s + self._each_s)
@@ -134,7 +131,7 @@ class _Write:
         ctypes.memmove(piece.target, piece.source, piece.size)
         if piece is self._hit:
             self._corrupt(piece)
-        # What stood there already may land again when decode has seen that all is there, and has given the slot back.
+        # A repeated piece may land after decode has seen the seal and freed the slot.
         if piece.slot is not None and self._target.slots.get(piece.slot, self._notification) != self._notification:
             self._fabric.violations.append(
                 f"{self._source.endpoint.agent} wrote into aux slot {piece.slot} of {self._target.endpoint.agent}, "
@@ -161,7 +158,7 @@ class _Write:
         ctypes.c_ubyte.from_address(piece.target + offset).value ^= 1 << draw.randrange(8)
 
     def _died(self) -> bool:
-        """Whether the sender is dead for so long that nothing of it is on the way any more."""
+        """Whether the sender died so long ago that none of its writes may land."""
         now_s = asyncio.get_running_loop().time()
         if self._source.process.is_dead and self._died_s is None:
             self._died_s = now_s
@@ -169,7 +166,7 @@ class _Write:
 
 
 class MemoryTransfer:
-    """See `components.kv_transfer.backend.KvTransfer`."""
+    """Implements `components.kv_transfer.backend.KvTransfer`."""
 
     def __init__(
         self,
@@ -182,10 +179,10 @@ class MemoryTransfer:
         *,
         seals: bool,
     ) -> None:
-        """`seals`: whoever expects an aux slot looks at it, and is told nothing."""
+        """`seals`: decode polls the aux slot, and is not notified."""
         self.aux = AuxBuffer(AUX_SLOTS, max_request_pages)
         self.seals = seals
-        self.slots: dict[int, str] = {}  # what is expected in each
+        self.slots: dict[int, str] = {}  # the notification that each waits for
         self.holder = holder  # page → the request to whose transfer it is exposed
         self.is_closed = False
         self.process = process
@@ -198,11 +195,10 @@ class MemoryTransfer:
 
     @property
     def is_gone(self) -> bool:
-        """Whether there is no memory to write into any more."""
         return self.is_closed or self.process.is_dead
 
     def close(self) -> None:
-        """The process leaves, its memory with it, without waiting for what is still on its way."""
+        """The process leaves without waiting for its writes."""
         self.is_closed = True
         for posted in self._posted:
             posted.set_exception(TransferFailed("the writer leaves"))
@@ -236,7 +232,7 @@ class MemoryTransfer:
     async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
         there = self._peer(agent).endpoint
         page_bytes = there.layout.page_bytes
-        # heads of pages of one size: as whole pages, in halves
+        # between pages of one size in halves, like whole pages
         parts = 2 if there.layout.page_size == self.endpoint.layout.page_size else 1
         copies = [
             Piece(
@@ -261,7 +257,7 @@ class MemoryTransfer:
         if self.seals:
             self.aux.seal(source_slot, notification)
         ours, theirs = self.aux, self._peer(agent).aux
-        size = min(len(ours.raw(source_slot)), theirs.slot_bytes)  # longer ones are not filled further
+        size = min(len(ours.raw(source_slot)), theirs.slot_bytes)  # the rest is empty
         source, target = (
             ours.address + source_slot * ours.slot_bytes,
             theirs.address + target_slot * theirs.slot_bytes,
@@ -296,18 +292,17 @@ class MemoryTransfer:
             future.set_result(None)
         elif self.aux.is_damaged(slot, loop.time()):
             future.set_exception(KvCorrupt("the aux slot was corrupted on its way from prefill"))
-            future.exception()  # seen: whoever waited may have gone
+            future.exception()  # marks it as retrieved: the caller may have gone
         else:
             loop.call_later(LOOK_EVERY_S, self._look, notification, slot)
 
     def poll_often(self, notification: str) -> None:
-        """Nothing looks for it here."""
+        """Polls are always frequent here."""
 
     async def drain_sockets(self) -> None:
-        """Nothing waits in a socket here."""
+        """There are no sockets."""
 
     def notify(self, notification: str) -> None:
-        """A peer's last write has landed."""
         future = self.expected.get(notification)
         if future is not None and not future.done():
             future.set_result(None)

@@ -1,4 +1,4 @@
-"""One run: a mesh, clients, a schedule of faults; then quiet, requests that reuse the pages, and what must hold of it all."""
+"""One run: a mesh, clients and a schedule of faults; then requests that reuse the pages, and checks of everything."""
 
 import asyncio
 from collections import Counter
@@ -32,29 +32,27 @@ from tests.faults.virtual_loop import Process, Running, VirtualLoop, run_virtual
 
 QUIET_WITHIN_S: Final = 90.0
 RESTART_S: Final = 1.0
-BACK_S: Final = 3.0  # until everyone has noticed that an instance is back
-GRACE_S: Final = 1.0  # after a deadline, for the client to hear of it
+BACK_S: Final = 3.0  # until all processes see that an instance is back
+GRACE_S: Final = 1.0  # from a deadline to the client's error
 LEAVES_WITHIN_S: Final = 30.0  # of virtual time
-FAREWELL_S: Final = 5.0  # by HTTP: for its last words to one that does not read
+FAREWELL_S: Final = 5.0  # by HTTP: to send the last event to a client that does not read
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 
 
 @dataclass
 class Outcome:
-    """What a run gave."""
-
     fired: list[Fault]
     problems: list[str]
     trace: list[str]
     clients: list[Client]
     counts: Counter[str]  # of all workers together, by the counter's name
     virtual_s: float
-    died: dict[str, BaseException]  # workers whose engine died, and of what
+    died: dict[str, BaseException]  # errors of engines that died, by worker
     seen: Seen
 
 
 class MeshRun:
-    """See the module. Everything is drawn from `seed`."""
+    """All randomness comes from `seed`."""
 
     def __init__(
         self,
@@ -73,17 +71,17 @@ class MeshRun:
         prefill_client: Callable[..., PrefillClient] = PrefillClient,
         skews_s: dict[str, float] | None = None,  # of the wall clocks of a role
     ) -> None:
-        """Clients come over `over_s` and live for `life_s`. What they may see is `limit`, or what the table says."""
+        """Clients start within `over_s` and have a time limit of `life_s`. `limit`: by default that of the schedule."""
         self.random = Random(seed)
         self.problems: list[str] = []
-        self.chaos = Chaos(schedule, self._act, self._asked)
+        self.chaos = Chaos(schedule, self._act, self._requested)
         self._limit = limit or limit_of(schedule)
         self._life_s = life_s
         self._max_tokens = max_tokens
         self._restart_s = restart_s
-        self._asked_of: dict[str, str] = {}  # the decode instance that a request was last sent to, by the request's id
+        self._sent_to: dict[str, str] = {}  # by request id: the latest decode instance
         self._ill_until_s: dict[str, float] = {}  # instances that a fault has hit
-        self._moves = 0  # of requests, away from instances that are well
+        self._moves = 0  # of requests, away from healthy instances
         self._counts = counts or {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 2}
         self._home = home
         self._setup = setup
@@ -139,7 +137,7 @@ class MeshRun:
         )
 
     def _broken(self, _loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-        if "the engine is not running" not in str(context.get("exception")):  # its process leaves, whoever still asks
+        if "the engine is not running" not in str(context.get("exception")):  # expected while its process leaves
             self.problems.append(f"event loop: {context}")
 
     # nodes
@@ -152,9 +150,9 @@ class MeshRun:
         ready = asyncio.create_task(self._all_ready())
         await asyncio.wait((ready, *tasks), return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
-            if task.done():  # before it was asked to leave
+            if task.done():  # it has failed
                 await task
-        await asyncio.sleep(0.6)  # everyone has heard everyone's heart
+        await asyncio.sleep(0.6)  # until all heartbeats have arrived
         for node in self._nodes:
             node.settled()
 
@@ -181,7 +179,7 @@ class MeshRun:
         asyncio.get_running_loop().call_later(self._restart_s, self._join, role)
 
     def _ended(self, node: Node, _task: "asyncio.Task[None]") -> None:
-        """A process whose engine has died starts again, as its supervisor has it."""
+        """Restart a process whose engine has died, like its supervisor."""
         if isinstance(node, Worker) and node.died is not None:
             self._restart(node.role)
 
@@ -260,10 +258,10 @@ class MeshRun:
         client.leave()
         return True
 
-    def _asked(self, request_id: str, instance_id: str) -> None:
-        """A request goes to this decode instance; if it was sent to another one before, it has moved."""
-        before = self._asked_of.get(request_id, instance_id)
-        self._asked_of[request_id] = instance_id
+    def _requested(self, request_id: str, instance_id: str) -> None:
+        """Count a move if the request was sent to another, healthy decode instance before."""
+        before = self._sent_to.get(request_id, instance_id)
+        self._sent_to[request_id] = instance_id
         is_well = asyncio.get_running_loop().time() > self._ill_until_s.get(before, -1.0)
         if before != instance_id and is_well and not self.chaos.recovering:
             self._moves += 1
@@ -289,13 +287,13 @@ class MeshRun:
         draw = self.random
         length = draw.choice((20, 37, 48, 64, 90, 130))
         prompt = [draw.randrange(97, 123) for _ in range(length)]
-        if self._prompts and draw.random() < 0.3:  # begins like another
+        if self._prompts and draw.random() < 0.3:  # with the beginning of an earlier one
             prompt[:32] = draw.choice(self._prompts)[:32]
         self._prompts.append(prompt)
         return prompt
 
     async def _serve(self, clients: list[Client]) -> None:
-        """Run `clients`, each from its time on; none may take longer than its life."""
+        """Run `clients`, each from its time on and within its time limit, and check them."""
         started_s = asyncio.get_running_loop().time()
         for client in sorted(clients, key=lambda c: c.at_s):
             await asyncio.sleep(max(0.0, started_s + client.at_s - asyncio.get_running_loop().time()))
@@ -320,7 +318,6 @@ class MeshRun:
         )
 
     def _check(self, clients: list[Client]) -> None:
-        """Exactly the right tokens, or some of them and exactly one error."""
         broken = any(
             f.do in (Do.GARBLE, Do.ALTER, Do.STEPS_FAIL) or f.field == "InvariantBroken" for f in self.chaos.fired
         )
@@ -332,10 +329,10 @@ class MeshRun:
             self.chaos.note(f"{client}")
 
     async def _serve_again(self) -> None:
-        """Requests that find what the first ones left, and such that need every page; nothing may go wrong now."""
+        """Repeat some requests, which find their cached pages, and send new ones. None may fail."""
         while not self._is_whole():
             await asyncio.sleep(0.1)
-        await asyncio.sleep(3.0)  # everyone has heard everyone's heart
+        await asyncio.sleep(3.0)  # until all heartbeats have arrived
         first = len(self._clients)
         again = [replace(c, number=first + i, at_s=0.02 * i) for i, c in enumerate(self._clients[:4])]
         fresh = [self._client(first + len(again) + i, 0.1 + 0.02 * i) for i in range(4)]
@@ -345,26 +342,23 @@ class MeshRun:
                 self.problems.append(f"after the faults: {client}")
 
     def _is_whole(self) -> bool:
-        """Whether every role is there and registered, and both servers too."""
+        """Whether all processes and both servers run, with an instance of each role."""
         live = [self._live(role) for role in ROLES]
         nodes = [node for nodes in live for node in nodes]
         servers = not self._cluster.nats.is_away and not self._cluster.etcd.is_away
         return servers and all(live) and all(n.process.runs and n.ready.is_set() for n in nodes)
 
     def _seen(self) -> Seen:
-        """Judge the clients that neither left nor stopped to read.
-
-        A request whose transfer failed does not count as failed where the setup asks for such failures.
-        """
+        """A request whose transfer failed does not count as failed with `on_transfer_failure="fail"`."""
         patient = [c for c in self._clients if not c.has_left and not c.has_stalled]
         may_fail = self._setup.on_transfer_failure == "fail"
         failed = [c for c in patient if c.error is not None and not (may_fail and c.lacks_kv)]
         return Seen(max((c.silence_s for c in patient), default=0.0), len(failed), self._moves)
 
-    # what must hold
+    # checks
 
     async def _quiet(self, when: str) -> None:
-        """Wait until no process keeps a request, page or transfer."""
+        """Wait until no process holds a request, page or transfer."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + QUIET_WITHIN_S
         while left := self._leftovers():
@@ -383,7 +377,7 @@ class MeshRun:
         ]
 
     async def _end(self) -> None:
-        """Everyone leaves; the dead are buried. Nothing may be left running."""
+        """End all processes. Living ones must leave no task running."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         living = [n for n in self._nodes if not n.process.is_dead]
@@ -393,13 +387,13 @@ class MeshRun:
             async with asyncio.timeout(LEAVES_WITHIN_S):
                 await asyncio.gather(*(node.task for node in living))
         except TimeoutError:
-            self.problems.append("somebody does not leave")
+            self.problems.append("a process does not leave")
         for node in living:
             left = (task for process in node.processes for task in process.live_tasks() if not process.is_dead)
             self.problems += [f"{node.id}: left with {task}" for task in left]
         self.chaos.is_over = True
         loop.bury()
-        loop.set_exception_handler(lambda _loop, _context: None)  # nobody listens to what the dead say
+        loop.set_exception_handler(lambda _loop, _context: None)  # errors of dead processes do not count
         for process in [process for node in self._nodes for process in node.processes if process.is_dead]:
             await _bury(process)
 
@@ -421,12 +415,11 @@ async def _bury(process: Process) -> None:
 
 
 def run_faults(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:
-    """One run, with its problems."""
     return run_virtually(lambda: MeshRun(home, seed, schedule, **changes).run())
 
 
 def check(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:
-    """One run. Fails, with what is needed to run it again."""
+    """Run it, and on problems fail with the call that replays it."""
     outcome = run_faults(home, seed, schedule, **changes)
     if outcome.problems:
         lines = [

@@ -1,4 +1,4 @@
-"""Outages that users have: servers away, processes cut off, replicas that hang; and what their clients may see of each."""
+"""Outages of servers and instances, with the most that clients may see of each."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,8 +22,6 @@ TWO_FRONTENDS: Final = {"frontend": 2, "decode": 2, "prefill": 2, "bootstrap": 2
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What fails, beside which load, and the most that clients may see."""
-
     name: str
     schedule: list[Fault]
     limit: Limit
@@ -31,7 +29,6 @@ class Outage:
 
     @property
     def setup(self) -> Setup:
-        """How the services are set up."""
         return self.load.get("setup", PLAIN)
 
     def __str__(self) -> str:
@@ -61,7 +58,7 @@ OUTAGES: Final = [
     _etcd(60.0),
     _etcd(600.0),
     *(_cut_off(role) for role in ("frontend", "decode", "prefill", "bootstrap")),
-    # half of what is sent meanwhile is lost, the rest comes late
+    # half of the messages sent meanwhile are lost, the rest arrive late
     Outage("NATS is unreachable for 0.5 s", [Fault(Do.NATS_AWAY, "time 1", amount=0.5)], Limit(0.5 + 2.0), SHORT),
     Outage("NATS is unreachable for 5 s", [Fault(Do.NATS_AWAY, "time 1", amount=5.0)], Limit(5.0 + 2.0), SHORT),
     Outage(

@@ -1,4 +1,4 @@
-"""What an engine alone says to the requests of a run, and what pages that hold their KV must say."""
+"""The answers of a lone engine to the requests of a run, and the KV that pages must hold."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -19,44 +19,42 @@ from tests.faults.setup import ADAPTER, WEIGHTS
 POOL_TOKENS: Final = 1 << 14
 _ids: Final = count()
 
-Checksums = list[int]  # of a block, up to each of its tokens
+Checksums = list[int]  # of a block, up to each token
 
 
 @cache
 def _engine(home: Path) -> EngineCore:
-    """One for all runs: what it says depends on nothing that it was asked before."""
+    """One engine for all runs: its answers do not depend on earlier requests."""
     return make_engine(home, BLOCK, {ADAPTER: WEIGHTS}, POOL_TOKENS)
 
 
 class Reference:
-    """Of one run."""
-
     def __init__(self, home: Path) -> None:
         self._engine = _engine(home)
         self._sequences: list[tuple[str, list[int]]] = []  # the adapter; a prompt with its whole answer
 
     def answers(self, clients: list[Client]) -> dict[Client, list[Answer]]:
-        """For each choice of each client."""
+        """Return each client's answers, by choice."""
         core = self._engine
-        core._runner._busy_until_s = 0.0  # type: ignore[attr-defined]  # by the clock of the run before
-        asked = {f"{next(_ids)}": (client, prompt) for client in clients for prompt in client.prompts}
-        for name, (client, prompt) in asked.items():
+        core._runner._busy_until_s = 0.0  # type: ignore[attr-defined]  # that was the clock of the run before
+        requests = {f"{next(_ids)}": (client, prompt) for client in clients for prompt in client.prompts}
+        for name, (client, prompt) in requests.items():
             core.submit(EngineRequest(name, prompt, client.sampling, adapter=client.adapter))
-        tokens: dict[str, list[int]] = {name: [] for name in asked}
+        tokens: dict[str, list[int]] = {name: [] for name in requests}
         finishes: dict[str, str] = {}
-        while len(finishes) < len(asked):
+        while len(finishes) < len(requests):
             for output in core.step().tokens:
                 tokens[output.request_id] += output.token_ids
                 if output.finish is not None:
                     finishes[output.request_id] = str(output.finish)
         found: dict[Client, list[Answer]] = {client: [] for client in clients}
-        for name, (client, prompt) in asked.items():
+        for name, (client, prompt) in requests.items():
             found[client].append(Answer(tokens[name], finishes[name]))
             self._sequences.append((client.adapter, [*prompt, *tokens[name]]))
         return found
 
     def wrong_pages(self, cores: dict[str, EngineCore]) -> Iterator[str]:
-        """Every page that a prompt may find must hold what its name says, on all ranks; `cores` by the instance."""
+        """Yield each page of the prefix caches whose KV differs from its block hash on any rank. `cores`: by instance."""
         named: dict[tuple[int, str], dict[bytes, list[Checksums]]] = {}
         for instance, core in cores.items():
             layout = core.kv_region.layout
@@ -74,7 +72,7 @@ class Reference:
                     yield f"{instance}: page {page} is named {wanted} and holds {held}"
 
     def _named(self, core: EngineCore, adapter: str) -> dict[bytes, list[Checksums]]:
-        """What pages say, by block hash."""
+        """Return the checksums in a page, by block hash."""
         size, root = core.kv_region.layout.page_size, core._root_hash("", adapter)
         found: dict[bytes, list[Checksums]] = {}
         for of, tokens in self._sequences:

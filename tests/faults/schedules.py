@@ -1,4 +1,4 @@
-"""Which faults are tried: one at each message, write and state, and mixtures drawn from a seed."""
+"""Schedules of faults: one at each message, write and state, and mixtures drawn from a seed."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ FIELDS: Final = {
     "room-close.v2": ("rooms",),
     "heartbeat.v1": ("epoch",),
 }
-STATES: Final = (  # the first of each lifecycle by what leads to it: nothing moves there
+STATES: Final = (  # the first state of each lifecycle has no transition: its message stands for it
     "message generate.v5",  # decode accepted
     "message prefill.v6",  # inbound prealloc
     "inbound transfer",
@@ -54,9 +54,9 @@ STATES_AFTER_FAILURE: Final = (
 STATES_WITHOUT_TOKEN: Final = ("decode waiting",)
 STATES_AFTER_LOSS: Final = ("inbound pinned",)
 STATES_AFTER_CLIENT: Final = ("decode accepted to ended",)
-DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
-AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; than anything waits
-STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
+DELAYS_S: Final = (0.05, 3.0, 12.0)  # within the time limits of all calls, of some, of none
+AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; longer than any time limit
+STOP_S, LONG_STOP_S = 4.0, 9.0  # both longer than liveness allows; shorter and longer than a lease
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
 NO_EARLY_TOKEN: Final = Fault(Do.DROP, "message kv-coming.v1", count=999)
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
@@ -70,14 +70,13 @@ QUEUES: Final[dict[str, Any]] = {
 
 # The prefill instance that is killed is then the one that writes.
 ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 2}}
-# One is left for the second fault, and the other one gets requests, too.
+# An instance is left for the second fault, and gets requests.
 LASTS: Final[dict[str, Any]] = {"num_clients": 120, "over_s": 16.0}
 
 Schedule = list[Fault]
 
 
 def of_messages() -> Iterator[Schedule]:
-    """Every message type, every way for it to go wrong."""
     for kind in MESSAGES:
         yield from ([fault] for fault in _of_message(kind))
     for kind in AFTER_FAILURE:
@@ -107,7 +106,6 @@ def _of_message(kind: str) -> Iterator[Fault]:
 
 
 def of_writes() -> Iterator[Schedule]:
-    """Both kinds of write: failing, late, unheard of, with a wrong stamp, corrupted; and a client that leaves meanwhile."""
     for kind in ("pages", "aux"):
         at = f"write {kind}"
         for nth in (1, 2, 4):
@@ -126,8 +124,7 @@ def of_writes() -> Iterator[Schedule]:
 
 
 def of_states() -> Iterator[Schedule]:
-    """Every role and both servers, in every state of both lifecycles."""
-    for at in STATES:  # rooms are closed some milliseconds later, when a client may be served
+    for at in STATES:  # rooms are closed some milliseconds later, when all clients may have their answers
         yield from ([fault] for fault in _at_state(at) if (at, fault.do) != ("message room-close.v2", Do.CLIENT_GONE))
     for at in STATES_AFTER_FAILURE:
         yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
@@ -160,7 +157,7 @@ def _at_state(at: str) -> Iterator[Fault]:
 
 
 def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
-    """The seed and the arguments of `check` with which a schedule is tried."""
+    """Return the seed and the arguments of `check` for a schedule."""
     seed = sum(map(ord, named(schedule)))
     setup = varied(seed, schedule)
     changes = {"setup": setup}
@@ -174,12 +171,12 @@ def conditions(schedule: Schedule) -> tuple[int, dict[str, Any]]:
 
 
 def named(schedule: Schedule) -> str:
-    """What a test of it is called."""
+    """Return the name of its test."""
     return " then ".join(str(fault) for fault in schedule)
 
 
 def mixture(seed: int) -> Schedule:
-    """Three to six faults at random moments, the first of them at one that comes in every run."""
+    """Draw three to six faults. The first one fires in every run."""
     draw = Random(seed)
     certain = [replace(fault, nth=draw.randint(1, 4)) for fault in _of_message("generate.v5")]
     return [draw.choice(certain), *(_anything(draw) for _ in range(draw.randint(2, 5)))]

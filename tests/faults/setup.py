@@ -1,4 +1,4 @@
-"""How the services of a run are set up, and which setup a seed gives. It prints as the code that makes it."""
+"""The settings of a run's services, drawn from a seed. They print as the code that makes them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,9 +10,9 @@ from tests.faults.faults import Do, Fault
 
 ADAPTER: Final = "tuned"
 WEIGHTS, OTHER_WEIGHTS = "0123456789abcdef", "fedcba9876543210"
-POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are soon another's
+POOL_TOKENS: Final = 320  # a few requests fill it, so that pages are reused soon
 STEP_S: Final = 0.003
-SLOW_STEP_S: Final = 0.15  # queues of prompts last longer than computing one elsewhere
+SLOW_STEP_S: Final = 0.15  # waiting in a queue takes longer than computing the prompt elsewhere
 EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL = (16, 16), (16, 32), (32, 16)
 
 Adapters = Literal["none", "everywhere", "on decode alone", "other weights on prefill", "on every other decode"]
@@ -20,39 +20,35 @@ Adapters = Literal["none", "everywhere", "on decode alone", "other weights on pr
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The settings of the services."""
-
     page_sizes: tuple[int, int] = EQUAL  # of prefill, of decode
     verify_kv: bool = False
     on_transfer_failure: OnTransferFailure = "recompute"
     adapters: Adapters = "none"
-    http: bool = False  # clients speak it
+    http: bool = False  # clients use it
     local_prefill_on_queue: bool = True
     prefill_step_s: float = STEP_S
     decode_step_s: float = STEP_S
     pool_tokens: int = POOL_TOKENS  # of each worker
-    pipeline: bool = False  # steps are planned ahead, as on a GPU
-    asks: bool = False  # decode asks prefill instances, as in a large fleet, instead of following them
-    seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
+    pipeline: bool = False  # plan steps ahead, as on a GPU
+    asks: bool = False  # decode queries prefill instances, as in a large fleet, instead of following them
+    seals: bool = True  # decode polls the aux slot for its seal, as with NIXL; else it is notified
     ranks: tuple[int, int] = (1, 1)  # of prefill, of decode
     kv_heads: int = 1
-    window: int | None = None  # keys that a token sees
-    offloaded_tokens: int = 0  # of evicted pages that each worker keeps
+    window: int | None = None  # in tokens
+    offloaded_tokens: int = 0  # of each worker
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return f"Setup({', '.join(f'{name}={value!r}' for name, value, default in named if value != default)})"
 
     def page_size(self, role: str) -> int:
-        """Of that role's workers."""
         return self.page_sizes[role == "decode"]
 
     def num_ranks(self, role: str) -> int:
-        """Of that role's workers."""
         return self.ranks[role == "decode"]
 
     def adapters_of(self, role: str, number: int) -> dict[str, str]:
-        """What the `number`th worker of a role loads."""
+        """Return the adapters of the `number`th worker of a role, with their weights."""
         match self.adapters, role:
             case ("none", _) | ("on decode alone", "prefill"):
                 return {}
@@ -67,10 +63,10 @@ PLAIN: Final = Setup()
 
 
 def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
-    """One of those in which nearly all prompts are transferred, and `schedule` can happen."""
+    """Draw a setup in which nearly all prompts are transferred and `schedule` can fire."""
     draw = Random(f"setup {seed}")
     corrupts = _corrupts(schedule)
-    # of two answers to one question, the one that its request id is in use may come first: a failure, if asked for
+    # A request that arrives twice may first be answered "in use": with "fail", its transfer would count as failed.
     recomputes = any(fault.at == "decode waiting" or fault.do is Do.DUPLICATE for fault in schedule)
     return Setup(
         page_sizes=draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL)),
@@ -87,7 +83,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
 
 
 def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
-    """Any at all in which `schedule` does no harm."""
+    """Draw any setup in which `schedule` does no harm."""
     draw = Random(f"wide {seed}")
     corrupts = _corrupts(schedule)
     return Setup(
@@ -108,5 +104,4 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
 
 
 def _corrupts(schedule: Sequence[Fault]) -> bool:
-    """Whether KV must be verified, which pages of different sizes cannot be."""
     return any(fault.do is Do.WRITE_CORRUPT for fault in schedule)

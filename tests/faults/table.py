@@ -1,4 +1,4 @@
-"""python -m tests.faults.table: what clients saw of each kind of fault, beside its limits, as the tables of docs/outages.md."""
+"""python -m tests.faults.table: the effects of each kind of fault on clients, with their limits, as in docs/outages.md."""
 
 import argparse
 import logging
@@ -32,19 +32,16 @@ class Run:
     changes: dict[str, Any]
 
     def see(self) -> tuple[str, Seen]:
-        """Carry it out. What else goes wrong is the tests' concern."""
         return self.row, run_faults(HOME, self.seed, self.schedule, **self.changes).seen
 
 
 def of_outages(seeds: int) -> Iterator[Run]:
-    """Each outage, in so many runs."""
     for outage in OUTAGES:
         for seed in range(1, seeds + 1):
             yield Run(outage.name, seed, outage.schedule, {**outage.load, "limit": outage.limit})
 
 
 def of_faults(seeds: int) -> Iterator[Run]:
-    """Each schedule of a single fault."""
     for schedule in (*of_messages(), *of_writes(), *of_states()):
         if len(schedule) == 1:
             seed, changes = conditions(schedule)
@@ -53,7 +50,7 @@ def of_faults(seeds: int) -> Iterator[Run]:
 
 
 def worst(runs: Sequence[Run], processes: int) -> dict[str, Seen]:
-    """The worst that was seen in any run of each row."""
+    """Return the worst of all runs of each row."""
     found: dict[str, Seen] = {}
     with Pool(processes) as pool:
         for row, seen in pool.imap_unordered(Run.see, runs):
@@ -62,7 +59,7 @@ def worst(runs: Sequence[Run], processes: int) -> dict[str, Seen]:
 
 
 def row(name: str, limit: Limit, setup: Setup, seen: Seen | None) -> str:
-    """One line of a table. The limit of silence includes the usual silence. Without `seen`: a pattern that finds the line."""
+    """Return a line of a table, or without `seen` a pattern that finds it. The limit of silence includes the usual silence."""
     cells = [name]
     limits = (f"{usual_s(setup) + limit.silence_s:.1f}", f"{limit.failed}", f"{limit.moves}")
     worst = ("*",) * 3 if seen is None else (f"{seen.silence_s:.1f}", f"{seen.failed}", f"{seen.moves}")
@@ -72,7 +69,7 @@ def row(name: str, limit: Limit, setup: Setup, seen: Seen | None) -> str:
 
 
 def shown(pattern: str) -> str:
-    """A pattern of `LIMITS` for a reader."""
+    """Return a pattern of `LIMITS` in plain words."""
     return pattern.replace("* arrives", "a message arrives").replace(" *", " …").replace("hangs*", "hangs …")
 
 

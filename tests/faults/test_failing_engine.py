@@ -35,7 +35,7 @@ def with_failing(monkeypatch: pytest.MonkeyPatch, home: Path, name: str) -> Outc
 def test_a_decode_whose_steps_fail_ends_and_its_requests_are_answered_elsewhere(
     monkeypatch: pytest.MonkeyPatch, home: Path
 ) -> None:
-    """It stayed the least loaded instance: 22 of 100 requests got a 500, without end."""
+    """It stayed the least loaded instance: 22 of 100 requests got a 500."""
     outcome = with_failing(monkeypatch, home, "decode2")
     assert not outcome.problems
     assert Counter(type(client.error) for client in outcome.clients) == {type(None): 100}

@@ -1,4 +1,4 @@
-"""The harness itself: without faults everything is right, a run is the same every time, and what is wrong is seen."""
+"""The harness itself: a run without faults passes, runs are reproducible, and errors are found."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def test_a_seed_and_a_schedule_give_the_same_run_again(home: Path, seed: int) ->
 
 
 def test_a_page_that_was_never_sent_is_found(home: Path) -> None:
-    """Prefill believes that decode has one page more than it has: nothing in the mesh could notice."""
+    """Prefill assumes that decode has a page more than it has, which no check of the mesh can detect."""
     lie = Fault(Do.ALTER, "message room-open.v2", field="num_cached_pages", count=9)
     assert any("is named" in problem for problem in run_faults(home, 1, [lie]).problems)
 

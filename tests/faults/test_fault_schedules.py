@@ -1,4 +1,4 @@
-"""Every fault at every message, write and state, and mixtures: right tokens or one clear error, and nothing is kept."""
+"""Every fault at every message, write and state, and mixtures: right tokens or one error, and no leak."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,14 +16,14 @@ from tests.faults.mesh_run import Outcome, check
 from tests.faults.schedules import Schedule, conditions, mixture, named, of_messages, of_states, of_writes
 from tests.faults.setup import any_setup
 
-FAULTS = 900  # at least so many are injected here
+FAULTS = 900
 MIXTURES = 45
-TOGETHER = Limit(1.0, failed=2, moves=2)  # that faults at once cost beyond what each costs alone
+TOGETHER = Limit(1.0, failed=2, moves=2)  # that faults together cost beyond their sum
 EVERY: Final = 3  # `make test` runs one schedule of so many, and `make faults` all of them
 
 
 def _thinned(schedules: Iterable[Schedule]) -> Iterator[ParameterSet]:
-    """All of them. Those that only `make faults` runs are marked: not the first one with a kind of fault."""
+    """Mark the schedules that only `make faults` runs, but never the first one with a kind of fault."""
     seen: set[str] = set()
     for number, schedule in enumerate(schedules):
         kinds = {row_of(fault) for fault in schedule}
@@ -48,7 +48,7 @@ def _all_fire(home: Path, schedule: Schedule) -> Outcome:
 def test_a_message_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[-1].do is Do.DUPLICATE:
-        assert not any(client.error for client in outcome.clients), "whoever hears a thing twice does it once"
+        assert not any(client.error for client in outcome.clients), "a message that arrives twice takes effect once"
 
 
 @pytest.mark.parametrize("schedule", WRITES)
@@ -77,7 +77,7 @@ def test_no_state_of_a_lifecycle_is_left_out() -> None:
         "inbound": InboundState,
     }
     tried = {fault.at for schedule in of_states() for fault in schedule}
-    first = {f"{name} {next(iter(states))}" for name, states in tables.items()}  # nothing moves there
+    first = {f"{name} {next(iter(states))}" for name, states in tables.items()}  # no transition leads there
     assert {f"{name} {state}" for name, states in tables.items() for state in states} - first <= tried
 
 
@@ -94,5 +94,4 @@ def _faults(param: ParameterSet) -> Schedule:
 
 
 def test_enough_is_tried() -> None:
-    """Each of these is seen to happen in its own test."""
     assert sum(len(schedule) for schedules in (of_messages, of_writes, of_states) for schedule in schedules()) >= FAULTS

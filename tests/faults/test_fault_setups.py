@@ -1,4 +1,4 @@
-"""What depends on how the mesh is set up: page sizes, verification, the policy after a failure, adapters, queues."""
+"""Runs with various settings: page sizes, verification, the policy after a failure, adapters, queues."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -19,17 +19,17 @@ A_TRANSFER_FAILS: Final = [Fault(Do.WRITE_FAILS, "write pages", 2)]
 ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
 BUSY: Final[dict[str, Any]] = {"num_clients": 24, "over_s": 2.0}
 QUEUES: Final[dict[str, Any]] = {**ONE_PREFILL, **BUSY}
-QUEUED_S: Final = 7.0  # of the longest silence there, in which a prompt only waits for its turn
+QUEUED_S: Final = 7.0  # a prompt's wait in the queue, without any fault
 
 
-def _heard(outcome: Outcome, words: str) -> int:
+def _traced(outcome: Outcome, words: str) -> int:
     return sum(words in line for line in outcome.trace)
 
 
 @pytest.mark.parametrize("sizes", [(16, 32), (32, 16), (16, 128), (64, 16)])
 def test_pages_of_another_size_are_written_in_pieces(home: Path, sizes: tuple[int, int]) -> None:
     outcome = check(home, 1, [], setup=Setup(page_sizes=sizes))
-    assert _heard(outcome, "write of pages") >= 3
+    assert _traced(outcome, "write of pages") >= 3
     assert not any(client.error for client in outcome.clients)
 
 
@@ -42,7 +42,6 @@ def test_pages_that_every_layer_has_left_are_not_written(home: Path, sizes: tupl
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32)])
 def test_evicted_pages_that_come_back_are_sent_and_continued(home: Path, sizes: tuple[int, int]) -> None:
-    """Answers are those of a worker that computes everything, or `check` fails."""
     restored = 0
     for seed in range(4):
         outcome = check(
@@ -74,7 +73,7 @@ def test_corrupted_kv_fails_its_request_alone_where_that_is_asked_for(home: Path
 
 @pytest.mark.parametrize("what", CORRUPTED)
 def test_without_verification_corrupted_kv_shows(home: Path, what: str) -> None:
-    """Or the two tests above would prove nothing. The first token comes from the aux slot if no message brings it."""
+    """So the two tests above can fail. Without its message, the first token comes from the aux slot."""
     schedule = [NO_EARLY_TOKEN, *CORRUPTED[what][0]]
     assert any(run_faults(home, seed, schedule, setup=Setup(seals=False)).problems for seed in range(2, 10))
 
@@ -84,7 +83,7 @@ def test_a_damaged_aux_slot_is_noticed_by_its_seal_without_verification(home: Pa
     outcome = check(home, 2, schedule)
     assert not any(client.error for client in outcome.clients)
     assert outcome.counts["corrupt"] == outcome.counts["recomputes"] == 1
-    assert _heard(outcome, cause) == 1
+    assert _traced(outcome, cause) == 1
 
 
 @pytest.mark.parametrize("http", [False, True])
@@ -101,7 +100,7 @@ def test_one_clear_error_stands_where_recompute_would_have_gone_on(home: Path, h
 
 
 def test_streams_that_have_begun_go_on_when_failures_are_asked_for(home: Path) -> None:
-    """Their decode instance dies, and where they go on no transfer works any more."""
+    """Their decode instance dies, and all later transfers fail."""
     schedule = [Fault(Do.KILL, "decode running", 3, role="decode"), Fault(Do.WRITE_FAILS, "write pages", 8, count=999)]
     setup = Setup(on_transfer_failure="fail", http=True)
     outcomes = [check(home, seed, schedule, setup=setup, num_clients=10) for seed in range(3)]
@@ -120,11 +119,11 @@ def test_an_adapter_answers_wherever_its_kv_can_come_from(home: Path, adapters: 
     outcome = check(home, 4, [], setup=Setup(adapters=adapters, http=True))
     assert any(client.adapter for client in outcome.clients)
     assert not any(client.error for client in outcome.clients)
-    assert _heard(outcome, why or "write of pages")
+    assert _traced(outcome, why or "write of pages")
 
 
 def test_streams_with_an_adapter_wait_for_an_instance_that_has_it(home: Path) -> None:
-    schedule = [Fault(Do.KILL, "decode running", 4, role="decode")]  # the first: the one that has it
+    schedule = [Fault(Do.KILL, "decode running", 4, role="decode")]  # the first instance, which has the adapter
     outcomes = [check(home, seed, schedule, setup=Setup(adapters="on every other decode")) for seed in range(3)]
     moved = [c for outcome in outcomes for c in outcome.clients if c.adapter and not c.error]
     assert len(moved) >= 3
@@ -145,7 +144,7 @@ def test_streams_with_an_adapter_wait_for_an_instance_that_has_it(home: Path) ->
 )
 def test_long_queues_at_prefill_send_prompts_to_decode(home: Path, schedule: list[Fault]) -> None:
     limit = limit_of(schedule)
-    silent = any("heartbeat" in fault.at for fault in schedule)  # for longer than two seconds: then streams move
+    silent = any("heartbeat" in fault.at for fault in schedule)  # for over two seconds: then streams move
     moves = QUEUES["num_clients"] if silent else limit.moves
     load = {**QUEUES, "limit": limit._replace(silence_s=limit.silence_s + QUEUED_S, moves=moves)}
     outcome = check(home, 5, schedule, setup=Setup(prefill_step_s=SLOW_STEP_S), **load)
@@ -156,10 +155,10 @@ def test_long_queues_at_prefill_send_prompts_to_decode(home: Path, schedule: lis
 
 
 def _computed_here(outcome: Outcome) -> int:
-    """Prompts for which no prefill instance was asked."""
+    """The number of prompts that were sent to no prefill instance."""
     moves = [line.split()[1:] for line in outcome.trace]
-    waited, asked = ({m[1] for m in moves if (m[0], m[-1]) == ("decode", state)} for state in ("waiting", "prealloc"))
-    return len(waited - asked)
+    waited, sent = ({m[1] for m in moves if (m[0], m[-1]) == ("decode", state)} for state in ("waiting", "prealloc"))
+    return len(waited - sent)
 
 
 @pytest.mark.parametrize("asks", [False, True])

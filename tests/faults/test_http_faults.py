@@ -15,7 +15,7 @@ from tests.faults.mesh_run import check
 from tests.faults.setup import Setup
 
 HTTP: Final = Setup(http=True)
-FOR_EVER: Final = 10**6
+ALL: Final = 10**6
 CLIENTS: Final = (Do.CLIENT_GONE, Do.CLIENT_GONE, Do.CLIENT_STALLS)
 MESH: Final = (
     Fault(Do.KILL, "decode running", 2, role="decode"),
@@ -42,8 +42,8 @@ def test_clients_leave_and_stop_reading_while_the_mesh_fails(home: Path, mesh: F
 
 
 def test_an_error_after_the_first_token_is_the_streams_last_event(home: Path) -> None:
-    """Frames stop, and nothing else reports it: every request runs into its time limit."""
-    lost = [Fault(Do.DROP, "message frame", 12, count=FOR_EVER)]
+    """All frames are lost, so every request reaches its time limit."""
+    lost = [Fault(Do.DROP, "message frame", 12, count=ALL)]
     outcome = check(home, 1, lost, setup=HTTP, limit=ANYTHING)
     late = [c for c in outcome.clients if c.error]
     assert {c.error["code"] for c in late} == {"deadline_exceeded"}
@@ -51,15 +51,15 @@ def test_an_error_after_the_first_token_is_the_streams_last_event(home: Path) ->
     assert any(isinstance(c, HttpClient) and c.status == 504 for c in late), "all had begun"
 
 
-def test_decode_hears_that_a_client_has_left(home: Path) -> None:
+def test_decode_is_notified_that_a_client_has_left(home: Path) -> None:
     outcome = check(home, 1, [Fault(Do.CLIENT_GONE, "decode running", 3)], setup=HTTP)
     assert sum("cancel.v1" in line for line in outcome.trace) == 1
 
 
 @pytest.mark.parametrize("at", ["decode running", "decode ended"])
 @pytest.mark.parametrize("seed", [3, 4, 5])
-def test_whoever_reads_nothing_until_after_the_time_limit_is_given_up(home: Path, at: str, seed: int) -> None:
-    """Whatever of its answer is still unread by then, also when that is the end alone."""
+def test_a_client_that_reads_nothing_until_after_the_time_limit_gets_an_error(home: Path, at: str, seed: int) -> None:
+    """Even if only the end of its answer is still unread."""
     schedule = [Fault(Do.CLIENT_STALLS, at, amount=28.0)]
     outcome = check(home, seed, schedule, setup=HTTP)
     assert outcome.fired == schedule
@@ -75,9 +75,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 @dataclass
-class _Over:
-    """A task that has ended."""
-
+class _EndedTask:
     def done(self) -> bool:
         return True
 
@@ -107,7 +105,7 @@ class _Over:
 )
 def test_a_stream_that_does_not_end_exactly_once_is_noticed(body: bytes, is_right: bool) -> None:
     client: Any = HttpClient(0, [[97]], None, 0.0, 1.0)
-    client.task, client.status, client._received, client._is_over = _Over(), 200, body, True
+    client.task, client.status, client._received, client._is_over = _EndedTask(), 200, body, True
     client._headers = {"content-type": "text/event-stream"}
     problems = client.problems([Answer([97, 98], "length")], broken=False)
     assert bool(problems) is not is_right

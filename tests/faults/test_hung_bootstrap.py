@@ -16,7 +16,7 @@ from tests.faults.nodes import Frontend
 def test_a_hung_bootstrap_replica_delays_few_requests(
     monkeypatch: pytest.MonkeyPatch, home: Path, replicas: int
 ) -> None:
-    """23 of 48 requests took more than five seconds: each that came to it waited for ten, and none knew of the others."""
+    """23 of 48 requests took more than five seconds: each call to it waited for ten, as if it were the first."""
     took_s: list[float] = []
     opened: list[BootstrapService] = []
     run, open_room = clients.Client.run, BootstrapService.open

@@ -1,4 +1,4 @@
-"""A write that was posted before a transfer was given up lands after it: its pages must not be another request's by then."""
+"""A write lands after its transfer was given up: its pages must not belong to another request by then."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -15,10 +15,10 @@ from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
 SOON_S, LATE_S, TOO_LATE_S = 0.01, 2.0, 10.0  # the last is longer than a transfer may take
 SIZES: Final = {1: SMALL_TO_LARGE, 2: LARGE_TO_SMALL, 3: EQUAL}  # by seed
 THEN: Final = {"at": "write pages", "after_s": SOON_S}
-# Whose write it is nobody here knows, and two clients are there at most so early.
+# The write belongs to one of the first two clients.
 CLIENTS_GO: Final = [Fault(Do.CLIENT_GONE, **THEN), Fault(Do.CLIENT_GONE, **THEN)]
 
-# how long the first write takes, and how it is given up meanwhile
+# how late the first write is, and the faults that end its transfer
 WAYS: Final = {
     "the clients go": (LATE_S, CLIENTS_GO),
     "the clients go, prefill stops and goes on writing": (
@@ -36,14 +36,14 @@ WAYS: Final = {
 
 
 class FreesAtOnce(PrefillClient):
-    """Takes pages back without asking whether anybody still writes into them."""
+    """Frees pages without a quiesce."""
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         return
 
 
 def _run(way: str, seed: int) -> tuple[list[Fault], dict[str, Any]]:
-    """A schedule, and a mesh in which every page is soon another request's."""
+    """Make a schedule, and arguments with enough clients that every page is reused soon."""
     late_s, faults = WAYS[way]
     counts = {"frontend": 1, "decode": 1, "prefill": 1, "bootstrap": 1}
     over_s = max([late_s, *(fault.amount for fault in faults)]) + 1.0

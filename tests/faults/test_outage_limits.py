@@ -1,4 +1,4 @@
-"""What clients see of an outage stays within its limits: the longest silence, failed answers, moves from healthy instances."""
+"""An outage stays within its limits: the longest silence, failed answers, moves from healthy instances."""
 
 import fnmatch
 from pathlib import Path

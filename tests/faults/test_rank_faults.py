@@ -1,7 +1,7 @@
-"""Prefill and decode on unequal numbers of ranks, each rank with its own pages and its own end of the transfers.
+"""Prefill and decode on unequal numbers of ranks, each rank with its own pages and transfers.
 
-A mark of the mock names its KV head, and each head of each rank has its own: so bytes that are lost or misplaced give wrong
-tokens or a failed step. `memory_transfer` notices bytes that are written twice.
+Each KV head of each rank has its own marks of the mock: lost or misplaced bytes give wrong tokens or a failed step.
+`memory_transfer` notices bytes that are written twice.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from tests.faults.mesh_run import check, run_faults
 from tests.faults.schedules import Schedule, conditions, named, of_messages, of_states, of_writes
 from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
 
-# ranks of prefill and of decode, and KV heads: with fewer heads than ranks several ranks have the same head
+# ranks of prefill and of decode, and KV heads; with fewer heads than ranks, several ranks have the same head
 RANKS: Final = (
     ((2, 1), 2),
     ((1, 2), 2),
@@ -77,7 +77,7 @@ def test_an_instance_that_loses_a_rank_ends_and_its_requests_are_answered(home: 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_what_a_lost_rank_had_on_its_way_hits_nobody(home: Path, role: str, seed: int) -> None:
-    """The leader may say that a transfer is over, and decode reuse its pages, only when no byte can land any more."""
+    """Decode may reuse the pages of a transfer only when no byte can land any more."""
     late = Fault(Do.WRITE_LATE, "write pages", 4, amount=2.0)  # the first of the rank that is lost
     lost = Fault(Do.RANK_LOST, "write pages", 4, role=role, after_s=0.01)
     counts = {"frontend": 1, "decode": 1, "prefill": 1, "bootstrap": 1}
@@ -117,7 +117,7 @@ def test_wrong_bytes_are_seen(
     seen: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Or the tests above would prove nothing."""
+    """So the tests above can fail."""
     for module in (writes, pieces):
         monkeypatch.setattr(module, name, wrong, raising=module is writes)
     problems = run_faults(home, 1, [], setup=Setup(ranks=ranks, kv_heads=2)).problems

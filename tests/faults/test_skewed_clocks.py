@@ -15,7 +15,7 @@ COUNTS = {"frontend": 1, "decode": 2, "prefill": 2, "bootstrap": 1}
 @pytest.mark.parametrize("role", ["frontend", "decode", "prefill", "bootstrap"])
 @pytest.mark.parametrize("skew_s", [-HOUR_S, HOUR_S])
 def test_an_hour_of_skew_is_noticed_by_no_request(home: Path, role: str, skew_s: float) -> None:
-    """Decode refused everything, each transfer failed, or each room was swept away."""
+    """Decode refused every request, each transfer failed, or each room expired."""
     outcome = check(home, 5, [], num_clients=40, over_s=12.0, counts=COUNTS, skews_s={role: skew_s})
     assert [client.error for client in outcome.clients] == [None] * 40
     assert not outcome.counts["failures"]

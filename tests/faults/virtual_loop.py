@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer, and processes in it that can be stopped, continued and killed.
 
-A callback belongs to the process whose name its context carries. Callbacks of a stopped process wait until it continues,
-timers too, as after SIGSTOP; those of a dead one never run.
+A callback's context names its process. Callbacks and timers of a stopped process wait until it continues, as after SIGSTOP;
+those of a dead one never run.
 """
 
 import asyncio
@@ -34,20 +34,18 @@ from services.frontend import decode_choice, exchange
 
 T = TypeVar("T")
 
-THREAD_S: Final = 0.0005  # what is done on another thread takes so long
+THREAD_S: Final = 0.0005  # duration of a call on another thread
 WALL_S: Final = 1_700_000_000.0  # Unix time at which every run begins
 
 
 class Running(StrEnum):
-    """What a process does."""
-
     RUNS = auto()
     STOPPED = auto()
     DEAD = auto()
 
 
 class Process:
-    """Everything that one process of the mesh would be running."""
+    """The tasks and callbacks of one process of the mesh."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -66,11 +64,11 @@ class Process:
         return self.state is Running.DEAD
 
     def hold(self, handle: asyncio.Handle) -> None:
-        """To be run when this process continues."""
+        """Run the callback when this process continues."""
         self._held.append(handle)
 
     def go_on(self) -> None:
-        """SIGCONT; of a dead process, so that its tasks can be ended: nothing that it does reaches anyone."""
+        """Continue after SIGSTOP. A dead process stays dead, but its tasks run so that they can end."""
         if not self.is_dead:
             self.state = Running.RUNS
         loop = asyncio.get_running_loop()
@@ -82,11 +80,10 @@ class Process:
             callback()
 
     def spawn(self, work: Coroutine[Any, Any, T], name: str) -> "asyncio.Task[T]":
-        """A task of this process."""
         return asyncio.get_running_loop().create_task(work, name=f"{self.name} {name}", context=self.context())
 
     def context(self) -> contextvars.Context:
-        """A new one for callbacks of this process."""
+        """Make a context for callbacks of this process."""
         context = contextvars.Context()
         context.run(_process.set, self)
         return context
@@ -99,12 +96,11 @@ _process: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar
 
 
 def current_process() -> Process | None:
-    """Of the code that calls."""
     return _process.get()
 
 
 class _Leaping(selectors.DefaultSelector):
-    """Sleeping takes no time."""
+    """A sleep takes no time."""
 
     now_s = 0.0
 
@@ -116,8 +112,6 @@ class _Leaping(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See the module."""
-
     def __init__(self) -> None:
         self._leaping = _Leaping()
         self._zombies = False
@@ -128,7 +122,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._leaping.now_s
 
     def bury(self) -> None:
-        """From now on the dead run too, so that their tasks can end."""
+        """Run dead processes too, so that their tasks can end."""
         self._zombies = True
 
     def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> Any:  # type: ignore[override]
@@ -158,7 +152,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return timer[0]
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-        """No thread: `func` runs as a whole, a little later, in the process that asked."""
+        """Run `func` on the loop a little later, in the process of the caller."""
 
         async def work() -> Any:
             await asyncio.sleep(THREAD_S)
@@ -179,7 +173,7 @@ def _make_task(loop: asyncio.AbstractEventLoop, work: Any, context: Any = None) 
 
 
 class VirtualTime:
-    """The `time` module by the loop's clock; what only measures keeps the real one."""
+    """Replaces the `time` module; perf_counter(), for durations, is the real one."""
 
     perf_counter = staticmethod(time.perf_counter)
 
@@ -198,7 +192,7 @@ class VirtualTime:
 
 
 class DeviceTime:
-    """The `time` module as a device that is not there has it: by the loop's clock too."""
+    """Replaces the `time` module of the mock's runner."""
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.perf_counter = loop.time
@@ -237,7 +231,7 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
 
 
 def run_virtually(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run `main()` on a loop and by a clock of its own, both of which begin at zero."""
+    """Run `main()` on a new virtual loop, whose clock begins at zero."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualLoop)
