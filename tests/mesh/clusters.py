@@ -1,4 +1,4 @@
-"""Three-member clusters of etcd and of NATS for tests that kill and freeze their members, and a TCP proxy that can be shut."""
+"""Clusters of three etcd or NATS servers, whose members tests kill and freeze; and a TCP proxy that can be shut."""
 
 import asyncio
 import http.client
@@ -33,7 +33,7 @@ PASSWORD: Final = "p@ss/word"
 
 @dataclass(slots=True)
 class Member:
-    """One server process of a cluster. Its ports and its home stay the same over restarts."""
+    """One server process of a cluster. Its ports and home survive restarts."""
 
     name: str
     home: Path
@@ -44,26 +44,23 @@ class Member:
     popen: "subprocess.Popen[bytes] | None" = None
 
     def site(self) -> Site:
-        """As one server."""
         return Site(self.name, self.home, self.port, self.second_port, self.accounts, is_monitored=True)
 
     @property
     def is_running(self) -> bool:
-        """Whether the process exists, frozen or not."""
+        """Also true if it is frozen."""
         return self.popen is not None and self.popen.poll() is None
 
     def freeze(self) -> None:
-        """SIGSTOP: connections stay open, and nothing answers."""
         assert self.popen is not None
         os.killpg(self.popen.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """SIGCONT."""
         assert self.popen is not None
         os.killpg(self.popen.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL, and reap. A member that does not run stays as it is."""
+        """Kill and reap it, if it runs."""
         if self.popen is None:
             return
         if self.is_running:
@@ -77,7 +74,7 @@ class ServerCluster(ABC):
     kind: Kind
 
     def __init__(self, home: Path, accounts: Accounts | None = None) -> None:
-        """With certificates in `accounts`, members prove themselves to each other, and clients to them."""
+        """With certificates in `accounts`, members and clients authenticate with TLS."""
         self.accounts = accounts or Accounts(passwords={ADMINISTRATOR: PASSWORD})
         self.members: list[Member] = []
         for i, (port, second, route) in enumerate(zip(*[iter(free_ports(3 * MEMBERS))] * 3, strict=True)):
@@ -90,12 +87,11 @@ class ServerCluster(ABC):
         return ",".join(self.url_of(member) for member in self.members)
 
     def url_of(self, member: Member) -> str:
-        """The client address of one member."""
         scheme = self.kind.secure_scheme if self.accounts.are_secure else self.kind.scheme
         return f"{scheme}://{HOST}:{member.port}"
 
     def start(self, members: Sequence[Member] | None = None) -> None:
-        """Start members, by default all that do not run, with the data that they have; returns when all answer."""
+        """Start members, by default all that do not run, on their data; return when all answer."""
         started = [m for m in members or self.members if not m.is_running]
         for member in started:
             member.home.mkdir(parents=True, exist_ok=True)
@@ -111,18 +107,18 @@ class ServerCluster(ABC):
         self.until_whole()
 
     def until_whole(self) -> None:
-        """Return when all members answer as members of one cluster; fail with their logs when they do not."""
+        """Wait until all members form one cluster; fail with their logs."""
         wait_until(lambda: all(map(self._answers, self.members)), lambda: f"a whole cluster:\n{self._logs()}")
 
     def thaw(self) -> None:
-        """Continue every frozen member; returns when all answer."""
+        """Continue every frozen member; return when all answer."""
         for member in self.members:
             if member.is_running:
                 member.thaw()
         self.until_whole()
 
     def lose_data(self) -> None:
-        """Remove what the members have stored. None of them may run."""
+        """Remove the data of the members, which must not run."""
         assert not any(member.is_running for member in self.members)
         for member in self.members:
             shutil.rmtree(member.home)
@@ -161,7 +157,7 @@ class EtcdCluster(ServerCluster):
     kind = ETCD
 
     def leader(self) -> Member:
-        """The present leader, once there is one."""
+        """Wait for a leader and return it."""
         leaders: list[Member] = []
 
         def is_led() -> bool:
@@ -176,35 +172,31 @@ class EtcdCluster(ServerCluster):
         return bool(status) and status.get("leader") == status["header"]["member_id"]
 
     def followers(self) -> list[Member]:
-        """All members but the leader."""
         leader = self.leader()
         return [member for member in self.members if member is not leader]
 
     def _command(self, member: Member) -> list[str]:
         scheme = "https" if self.accounts.are_secure else "http"
         peers = ",".join(f"{m.name}={scheme}://{HOST}:{m.second_port}" for m in self.members)
-        return [  # of an option that is given twice etcd takes the second one
+        return [  # of a repeated option etcd uses the last one
             *ETCD.command(member.site()),
             f"--initial-cluster={peers}",
             f"--election-timeout={ELECTION_MS}",
         ]
 
     def _answers(self, member: Member) -> bool:
-        """A list of members is a linearizable read: only a member that has a leader gives it."""
+        """A list of members is a linearizable read: it needs a leader."""
         listed = self._ask(member, "/v3/cluster/member/list")
         return listed is not None and len(listed["members"]) == MEMBERS
 
     def _ask(self, member: Member, path: str) -> Any:
         certificates = self.accounts.certificates
         context = Certificates(certificates[GATEWAY]).current().context if certificates else None
-        return _asked(member.port, path, context=context)
+        return _get_json(member.port, path, context=context)
 
 
 class NatsCluster(ServerCluster):
-    """Clients need a password.
-
-    Without JetStream frontends store no responses; start them with MESH_FRONTEND_MAX_STORED_RESPONSES=0.
-    """
+    """Without JetStream frontends store no responses: start them with MESH_FRONTEND_MAX_STORED_RESPONSES=0."""
 
     kind = NATS
 
@@ -213,14 +205,14 @@ class NatsCluster(ServerCluster):
         self._jetstream = jetstream
 
     def url_of(self, member: Member) -> str:
-        """The client address of one member, with user and password unless a certificate stands for them."""
+        """Return a member's address, with user and password unless clients have certificates."""
         if self.accounts.are_secure:
             return super().url_of(member)
         return f"nats://{ADMINISTRATOR}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
 
     def busiest(self) -> Member:
-        """The member with the most clients. A client that has lost a server stays with the next one."""
-        return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
+        """Return the member with the most clients. A client that has lost a server stays with the next one."""
+        return max(self.members, key=lambda member: _get_json(member.second_port, "/connz", method="GET")["total"])
 
     def _command(self, member: Member) -> list[str]:
         command = NATS.command(member.site())
@@ -236,7 +228,7 @@ class NatsCluster(ServerCluster):
         return command
 
     def _peers(self) -> str:
-        """TLS between members. With `ca_file`, NATS asks each other member for a certificate, too."""
+        """Return the settings of TLS between members. With `ca_file`, NATS demands their certificates."""
         if not self.accounts.are_secure:
             return ""
         files = self.accounts.certificates["nats"]
@@ -244,13 +236,12 @@ class NatsCluster(ServerCluster):
         return f", tls {{ {', '.join(f'{name}: {json.dumps(str(path))}' for name, path in paths.items())} }}"
 
     def _answers(self, member: Member) -> bool:
-        """Whether it has routes to all others."""
-        routes = _asked(member.second_port, "/routez", method="GET")
+        routes = _get_json(member.second_port, "/routez", method="GET")
         return routes is not None and len({r["remote_id"] for r in routes["routes"]}) == MEMBERS - 1
 
 
-def _asked(port: int, path: str, method: str = "POST", context: ssl.SSLContext | None = None) -> Any:
-    """A JSON answer; None: there is none."""
+def _get_json(port: int, path: str, method: str = "POST", context: ssl.SSLContext | None = None) -> Any:
+    """Return the JSON answer, or None."""
     try:
         return json.loads(_ask(port, method, path, context))
     except (OSError, http.client.HTTPException, ValueError):
@@ -258,7 +249,7 @@ def _asked(port: int, path: str, method: str = "POST", context: ssl.SSLContext |
 
 
 class Proxy:
-    """TCP from one port here for each address of a comma-separated URL, in a thread. `shut` ends and refuses connections."""
+    """Forwards TCP from a local port for each address of a comma-separated URL, in a thread."""
 
     def __init__(self, url: str) -> None:
         self._targets = [(parts.hostname, parts.port) for parts in map(urlsplit, url.split(","))]
@@ -271,11 +262,9 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Its own addresses."""
         return ",".join(f"{self._scheme}://{HOST}:{port}" for port in self._ports)
 
     def open(self) -> None:
-        """Accept connections."""
         self._run(self._open())
 
     def shut(self) -> None:
@@ -327,7 +316,7 @@ class Proxy:
 
 
 async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until the end of one direction, which ends the other one as well."""
+    """Copy until the end of one direction. Raises: ConnectionResetError then, to end the other one."""
     while data := await reader.read(CHUNK_BYTES):
         writer.write(data)
         await writer.drain()

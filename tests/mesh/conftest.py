@@ -1,4 +1,4 @@
-"""Two meshes: one with the real model, shared by the run; tiny ones with random weights, for tests that kill."""
+"""Meshes: one with the real model for the whole run; those with tiny or mock models are for tests that kill."""
 
 import json
 import secrets
@@ -50,7 +50,7 @@ TINY_ENV: Final = {
 def real_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:
-    """bootstrap, prefill, decode and frontend over the default model in float32, prompts in chunks of 128 tokens."""
+    """One instance of each role, with the default model in float32 and chunks of 128 tokens."""
     home = tmp_path_factory.mktemp("real-mesh")
     env = {
         "MESH_SERVED_MODEL_NAME": MODEL,
@@ -71,7 +71,7 @@ def real_mesh(
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights: the same in every process. With a tokenizer, for the frontend."""
+    """A model with a tokenizer and random weights, which are the same in every process."""
     path = tmp_path_factory.mktemp("tiny") / "config.json"
     path.write_text(json.dumps(TINY))
     tiny_tokenizer().save(str(path.with_name("tokenizer.json")))
@@ -79,7 +79,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_windowed(directory: Path, window: int) -> Path:
-    """The tiny model, but no layer sees more than the last `window` keys."""
+    """Save a tiny model whose layers attend to the last `window` keys."""
     described = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     (directory / "config.json").write_text(json.dumps({**TINY, **described}))
     tiny_tokenizer().save(str(directory / "tokenizer.json"))
@@ -90,10 +90,7 @@ def save_windowed(directory: Path, window: int) -> Path:
 def tiny_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tiny_model: Path, tmp_path: Path
 ) -> Iterator[MeshProcesses]:
-    """An empty mesh over the tiny model in float32: the test starts, and kills, what it wants.
-
-    Where the model is not the point, take `mock_mesh`: its workers are ready in half the time.
-    """
+    """A mesh without processes, for the tiny model in float32. `mock_mesh` starts in half the time."""
     with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, str(tiny_model), TINY_ENV, preloaded) as mesh:
         yield mesh
 
@@ -102,7 +99,7 @@ def tiny_mesh(
 def shared_tiny_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:
-    """bootstrap, prefill and two decodes over the tiny model, for the tests of a module."""
+    """A bootstrap, a prefill and two decodes with the tiny model, for the tests of a module."""
     home = tmp_path_factory.mktemp("shared")
     with MeshProcesses(
         etcd_url, nats_url, f"shared-{secrets.token_hex(3)}", home, str(tiny_model), TINY_ENV, preloaded
@@ -115,6 +112,6 @@ def shared_tiny_mesh(
 def mock_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tmp_path: Path
 ) -> Iterator[MeshProcesses]:
-    """An empty mesh whose workers compute at once."""
+    """A mesh without processes, for mock workers whose steps take no time."""
     with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, "mock", MOCK_ENV, preloaded) as mesh:
         yield mesh

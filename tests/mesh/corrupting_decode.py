@@ -1,4 +1,4 @@
-"""`services.decode`, in whose pool KV changes when it has landed, before decode looks: environment DAMAGE says how."""
+"""`services.decode` that damages received KV before it is verified; environment DAMAGE: "bit" or "mark"."""
 
 import asyncio
 import ctypes
@@ -22,7 +22,7 @@ def damage(region: Any, page: int) -> None:
     memory = np.frombuffer((ctypes.c_ubyte * size).from_address(region.address + page * size), dtype=np.uint8)
     if DAMAGE == "bit":
         memory[size // 2] ^= 1
-    else:  # the checksum in a mock engine's marks, of each head in its first and last stripe: what follows is another text
+    else:  # checksums in the mock's marks, in the first and last stripe of each head: they change the tokens
         stripe = region.layout.page_size * region.layout.row_bytes
         head = region.layout.layers * 2 * stripe
         for first in range(0, size, head):

@@ -1,4 +1,4 @@
-"""A whole mesh of real processes for a test, and the frontend's own client to ask it for token ids."""
+"""A whole mesh of real processes for a test, and the frontend's own client, which returns token ids."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ from tests.services.frontend.reading import reading
 from tests.waiting import PATIENCE_S, until, wait_until
 
 REPO: Final = Path(__file__).resolve().parents[2]
-STORED_BYTES: Final = 1_000_000  # NATS sets them aside, for each mesh of the run
+STORED_BYTES: Final = 1_000_000  # NATS reserves them for each mesh of the run
 
 tracer: Final = TracerProvider(shutdown_on_exit=False).get_tracer("test")
 
@@ -60,11 +60,10 @@ class Worker:
     log: Path
 
     def logged(self) -> str:
-        """What it has written so far."""
         return self.log.read_text(errors="replace")
 
     def wait_ready(self) -> None:
-        """Return once it serves; fail with its log when it ends, or never does."""
+        """Wait until it serves; fail with its log if it ends or never does."""
 
         def is_ready() -> bool:
             assert self.popen.poll() is None, f"{self.role} ended with {self.popen.returncode}:\n{self.logged()}"
@@ -74,12 +73,12 @@ class Worker:
 
     @property
     def url(self) -> str:
-        """Of a frontend that is ready."""
+        """The address of a frontend that is ready."""
         line = next(x for x in self.logged().splitlines() if '"event": "ready"' in x)
         return str(json.loads(line)["url"])
 
     def models(self) -> list[dict[str, Any]]:
-        """What a frontend lists."""
+        """Return the models that a frontend lists."""
         found: list[dict[str, Any]] = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()["data"]
         return found
 
@@ -88,7 +87,7 @@ class Worker:
         return self.popen.wait(PATIENCE_S)
 
     def terminate(self) -> int:
-        """SIGTERM, and its exit code."""
+        """Send SIGTERM; return the exit code."""
         self.popen.terminate()
         return self.exit_code()
 
@@ -110,14 +109,14 @@ class MeshProcesses:
     home: Path
     model: str
     env: Mapping[str, str] = field(default_factory=dict)
-    preloaded: Preloaded | None = None  # who forks them; without one, commands are run
+    preloaded: Preloaded | None = None  # forks them; without it, commands are run
     workers: list[Worker] = field(default_factory=list)
-    modules: dict[str, str] = field(default_factory=dict)  # what is run for a role, where it is not the service itself
-    reach: Reach | None = None  # users of the servers, where each role has its own
+    modules: dict[str, str] = field(default_factory=dict)  # by role, instead of the service itself
+    reach: Reach | None = None  # users of the servers, if each role has its own
     _has_stream: bool = False
 
     def __post_init__(self) -> None:
-        """What is compiled for this machine is shared with the user's own meshes: only the first run compiles it."""
+        """Share the compiled kernels with the user's own meshes, so that only the first run compiles."""
         compiled = Path("~/.cache/kvmesh/compile").expanduser()
         compiled.mkdir(parents=True, exist_ok=True)
         (self.home / "compile").symlink_to(compiled, target_is_directory=True)
@@ -125,23 +124,22 @@ class MeshProcesses:
             self.reach = reach_of(self.etcd_url, self.nats_url, self.namespace)
 
     def start(self, *roles: str, **env: str) -> list[Worker]:
-        """Start one process a role, side by side; returns when all are ready."""
+        """Start a process for each role; return when all are ready."""
         started = [self._spawn(role, env) for role in roles]
         for worker in started:
             worker.wait_ready()
         return started
 
     def start_one(self, role: str, **env: str) -> Worker:
-        """Start one process; returns when it is ready."""
         return self.start(role, **env)[0]
 
     def settings(self) -> MeshSettings:
-        """Of the test itself, which may do everything."""
+        """Return those of the test itself, which is the administrator."""
         settings = MeshSettings(etcd_url=self.etcd_url, nats_url=self.nats_url, namespace=self.namespace)
         return settings if self.reach is None else self.reach(ADMINISTRATOR).applied(settings)
 
     def as_user(self, user: str) -> Backends:
-        """How a process of the test's own reaches the servers."""
+        """Return the addresses and login for a process that the test starts."""
         return Backends(self.etcd_url, self.nats_url) if self.reach is None else self.reach(user)
 
     def _access(self, role: str) -> Mapping[str, str]:
@@ -153,7 +151,7 @@ class MeshProcesses:
         return next(w for w in self.workers if w.role == role and w.popen.poll() is None)
 
     def make_response_stream(self, administrator: Backends) -> None:
-        """As an operator does; from a thread, since some tests run an event loop of their own."""
+        """Do as an operator does, in a thread: some tests run an event loop."""
         settings = FrontendSettings(namespace=self.namespace, stored_responses_bytes=STORED_BYTES)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, make_stream(administrator.applied(settings))).result()
@@ -172,7 +170,7 @@ class MeshProcesses:
             "MESH_STATE_DIR": str(self.home),
             "MESH_MODEL": self.model,
             "MESH_LOG_FORMAT": "json",
-            "MESH_TRANSFER_TIMEOUT_S": "6",  # so long a killed prefill's pages stay pinned
+            "MESH_TRANSFER_TIMEOUT_S": "6",  # a killed prefill's pages stay pinned for so long
             "MESH_FRONTEND_PORT": "0",
             "MESH_FRONTEND_STORED_RESPONSES_BYTES": str(STORED_BYTES),
             **self.env,
@@ -215,7 +213,7 @@ class MeshProcesses:
 
 @dataclass(slots=True)
 class Answer:
-    """What one branch has become."""
+    """The output of one branch."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -243,10 +241,21 @@ class Client:
         salt: str = "",
         **sampling: Any,
     ) -> list[int]:
-        """The ids that the mesh generates; end-of-text does not stop it."""
+        """Generate `max_tokens` ids, also after an end of text."""
         how = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True, **sampling)
         [answer] = await self.branches(token_ids, how, model=model, salt=salt)
         return answer.token_ids
+
+    async def generate_all(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, salt: str = "", *, model: str, in_flight: int = 32
+    ) -> list[list[int]]:
+        places = asyncio.Semaphore(in_flight)
+
+        async def one(prompt: Sequence[int]) -> list[int]:
+            async with places:
+                return await self.generate(prompt, max_tokens, model=model, salt=salt)
+
+        return list(await asyncio.gather(*map(one, prompts)))
 
     async def branches(
         self,
@@ -256,7 +265,6 @@ class Client:
         model: str,
         salt: str = "",
     ) -> list["Answer"]:
-        """What each branch becomes."""
         prompt = Prompt(uuid4().hex, model, list(token_ids), sampling, salt, now_ms() + 120_000)
 
         async def read(deltas: AsyncGenerator[StreamItem, None]) -> Answer:
@@ -267,12 +275,12 @@ class Client:
                 answer.finish = delta.finish
             return answer
 
-        with tracer.start_as_current_span("test"):  # a request is traced when whoever sends it says so
+        with tracer.start_as_current_span("test"):  # traced, because its parent span is
             async with reading(self.mesh, prompt) as streams:
                 return list(await asyncio.gather(*map(read, streams)))
 
     async def until_usable(self, role: Role, count: int = 1) -> list[InstanceRecord]:
-        """Wait until that many instances of a role can be used."""
+        """Wait until `count` instances of a role are usable."""
         liveness = self.prefills if role == "prefill" else self.decodes
         usable: list[InstanceRecord] = []
 
@@ -284,7 +292,7 @@ class Client:
         return usable
 
     async def until_quiet(self) -> list[Heartbeat]:
-        """Wait until no worker holds a page for anyone, and return what each says of its pages."""
+        """Wait until no worker holds a page; return their heartbeats."""
         beats: list[Heartbeat] = []
 
         def are_quiet() -> bool:
@@ -295,7 +303,7 @@ class Client:
         return beats
 
     def beats(self, *roles: Role) -> Iterator[Heartbeat]:
-        """The last heartbeat of each worker that can be used, of these roles or of both."""
+        """Yield the last heartbeat of each usable worker of these roles, by default of both."""
         for liveness in (
             self.prefills if role == "prefill" else self.decodes for role in roles or ("prefill", "decode")
         ):
@@ -306,7 +314,7 @@ class Client:
 
 @asynccontextmanager
 async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
-    """A client inside the test's own event loop."""
+    """Open a client in the test's own event loop."""
     mine = mesh.settings()
     async with (
         connect_bus(mine.nats_url, "test", mine.nats_access("test")) as bus,
@@ -321,10 +329,9 @@ async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
 
 
 def metrics_of(url: str | None) -> list[str]:
-    """The lines of a metrics page."""
     return httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
 
 
 def metric(url: str | None, name: str) -> float:
-    """One value of it; `name` with its labels, if it has any."""
+    """Return a value of the metrics page. `name`: with its labels."""
     return float(next(line.split()[1] for line in metrics_of(url) if line.startswith(f"{name} ")))

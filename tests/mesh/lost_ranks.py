@@ -10,7 +10,7 @@ from tests.waiting import is_alive, until
 
 
 async def ends_with_a_follower(worker: Worker, record: InstanceRecord) -> None:
-    """Kill the last follower: the whole instance ends, and says why."""
+    """Kill the last follower: the whole instance must end, and log the cause."""
     assert record.kv is not None
     followers = [rank.pid for rank in record.kv.followers]
     os.kill(followers[-1], signal.SIGKILL)

@@ -13,12 +13,12 @@ _ROW: Final = re.compile(r"^\| `(kvmesh_\w+)` \| (\w+) \| ([\w, ]+) \|", re.MULT
 
 
 def shown_name(name: str, kind: str) -> str:
-    """As queries write it: the parser takes `_total` from counters."""
+    """Return the name for queries: the parser removes `_total` from counters."""
     return f"{name}_total" if kind == "counter" else name
 
 
 def metrics_of(page: str) -> Iterator[tuple[str, str, str]]:
-    """Name, type and help of each of our metrics."""
+    """Yield name, type and help of each of our metrics."""
     for family in text_string_to_metric_families(page):
         if family.name.startswith("kvmesh_"):
             yield shown_name(family.name, family.type), family.type, family.documentation
@@ -37,7 +37,7 @@ def rows(pages: Mapping[str, str]) -> list[str]:
 
 
 def documented() -> set[str]:
-    """Names in docs/metrics.md, with the series of histograms."""
+    """Return the names in docs/metrics.md, with the series of histograms."""
     names = set()
     for name, kind, _ in _ROW.findall(DOC.read_text()):
         names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}

@@ -1,4 +1,4 @@
-"""What tests over mock engines share: a shape and settings, prompts, and the tokens that are right."""
+"""For tests over mock engines: settings, prompts, and the right tokens."""
 
 import random
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ MODEL: Final = "mock"
 MAX_TOKENS: Final = 24
 GREEDY: Final = SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
 SHAPE: Final = {"LAYERS": "4", "KV_HEADS": "2", "HEAD_DIM": "16"}  # 8 KiB a page
+NO_COST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 MOCK_ENV: Final = {
     "MESH_ENGINE__NUM_PAGES": "2048",
     "MESH_ENGINE__MAX_STEP_TOKENS": "128",
@@ -37,26 +38,26 @@ def random_prompts(count: int) -> list[list[int]]:
 
 
 def mock_engine(home: Path) -> Engine:
-    """One that computes at once, in this process."""
+    """Build an engine in this process whose steps take no time."""
     shape = {name.lower(): int(value) for name, value in SHAPE.items()}
     return build_engine(MODEL, EngineConfig(num_pages=4096, mock=MockConfig(speedup=float("inf"), **shape)), home)
 
 
 def one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
-    """What one engine in this process makes of the prompts."""
+    """Return the tokens of one engine in this process."""
     engine = mock_engine(home)
     return [answer.token_ids for [answer] in aggregated(engine, [(prompt, sampling) for prompt in prompts])]
 
 
 def branches_of_one_engine(home: Path, prompts: list[list[int]], sampling: SamplingParams) -> list[list[Answer]]:
-    """The same, of each branch, with its log-probabilities."""
+    """Return each branch, with its log-probabilities."""
     return aggregated(mock_engine(home), [(prompt, sampling) for prompt in prompts])
 
 
-def aggregated(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]) -> list[list[Answer]]:
-    """What each branch of each request becomes on `engine`, which has nothing else to do."""
-    answers = [[Answer() for _ in range(sampling.n)] for _, sampling in asked]
-    for i, (prompt, sampling) in enumerate(asked):
+def aggregated(engine: Engine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[list[Answer]]:
+    """Return each branch of each request on `engine`, which must be idle."""
+    answers = [[Answer() for _ in range(sampling.n)] for _, sampling in requests]
+    for i, (prompt, sampling) in enumerate(requests):
         engine.submit(EngineRequest(str(i), prompt, sampling))
     while engine.has_work():
         for tokens in engine.step().tokens:
@@ -68,7 +69,7 @@ def aggregated(engine: Engine, asked: Sequence[tuple[list[int], SamplingParams]]
 
 
 async def no_page_is_lost(client: Client) -> None:
-    """When all is quiet, every page is free or cached."""
+    """Wait until no worker holds a page; then every page must be free or cached."""
     for beat in await client.until_quiet():
         assert beat.free_pages + beat.cached_pages == beat.total_pages
         assert (beat.held_pages, beat.num_held, beat.num_reserved) == (0, 0, 0)

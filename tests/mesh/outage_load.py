@@ -1,4 +1,4 @@
-"""Clients of a mesh whose servers fail: long streams, short requests all the time, and what they saw in a window of time."""
+"""Clients of a mesh whose servers fail: long streams and short requests, with figures of a window of time."""
 
 import asyncio
 import json
@@ -32,15 +32,15 @@ MOVE: Final = '"event": "stream moves"'  # what a frontend logs
 
 @dataclass(slots=True)
 class Window:
-    """Collects what all clients saw between two moments."""
+    """The figures of all clients between two moments."""
 
-    failed: list[str] = field(default_factory=list)  # why, each
-    wrong: list[str] = field(default_factory=list)  # texts that are not the undisturbed ones
+    failed: list[str] = field(default_factory=list)  # causes
+    wrong: list[str] = field(default_factory=list)  # texts
     answered: int = 0  # short requests that began in it
     slowest_s: float = 0.0  # of these
     longest_silence_s: float = 0.0  # of a stream, from one event to the next
     stream_events: int = 0
-    moves: list[str] = field(default_factory=list)  # of requests to another try, as frontends log them: the causes
+    moves: list[str] = field(default_factory=list)  # causes, as frontends log them
     at_prefill: int = 0  # prompt tokens computed there
     at_decode: int = 0
 
@@ -56,16 +56,14 @@ class Window:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """One stream that is being read."""
-
-    heard: float  # monotonic time of its last event, or of its request
+    event_s: float  # monotonic time of its last event, or of its request
 
 
 class Load:
-    """The clients, in a thread of their own, while inside."""
+    """Clients in a thread of their own, which run while inside."""
 
     def __init__(self, home: Path, frontends: Iterator[str], logs: Iterable[Path], stream_tokens: int) -> None:
-        """`frontends`: the base URL for each next request. `logs`: their log files, as JSON."""
+        """`frontends`: the base URL of each next request. `logs`: their log files, as JSON."""
         self.logs = list(logs)
         self.prefills: list[str] = []  # URLs of the workers' metrics
         self.decodes: list[str] = []
@@ -77,9 +75,9 @@ class Load:
         sampling = SamplingParams(max_tokens=stream_tokens, temperature=0, ignore_eos=True)
         self._texts = [bytes(ids).decode() for ids in one_engine(home, self._prompts, sampling)]
         self._streams: set[_Stream] = set()
-        self._asking: dict[object, float] = {}  # when each short request began that has no answer yet
-        self._answers: list[tuple[float, float]] = []  # (when it began, how long it took)
-        self._silences: list[tuple[float, float]] = []  # (when it ended, how long it was)
+        self._asking: dict[object, float] = {}  # start of each unanswered short request
+        self._answers: list[tuple[float, float]] = []  # (start, duration)
+        self._silences: list[tuple[float, float]] = []  # (end, duration)
         self._failed: list[tuple[float, str]] = []
         self._wrong: list[tuple[float, str]] = []
         self._log_sizes: dict[Path, int] = {}  # in bytes, when the window began
@@ -96,7 +94,7 @@ class Load:
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        """What is seen inside; the short requests that began inside are waited for. Filled in at its end."""
+        """Yield a window, filled at its end: it waits for the short requests that began inside."""
         window = Window()
         began = time.monotonic()
         self._log_sizes = {log: log.stat().st_size for log in self.logs}
@@ -109,7 +107,7 @@ class Load:
         unanswered = [now - at for at in list(self._asking.values()) if began <= at < ended]
         answers = [took for at, took in list(self._answers) if began <= at < ended]
         silences = [gap for at, gap in list(self._silences) if began <= at]
-        going_on = [now - max(stream.heard, began) for stream in list(self._streams)]
+        going_on = [now - max(stream.event_s, began) for stream in list(self._streams)]
         after = self._computed()
         window.failed = [why for at, why in list(self._failed) if began <= at]
         window.failed += [f"no answer in {waited:.0f} s" for waited in unanswered]
@@ -122,23 +120,23 @@ class Load:
         window.at_prefill, window.at_decode = (now - then for now, then in zip(after, before, strict=True))
 
     def moves(self) -> list[str]:
-        """The causes of all moves that the frontends have logged since the window began."""
+        """Return the causes of all moves since the window began."""
         return [cause for log in self.logs for cause in _moves(log, self._log_sizes.get(log, 0))]
 
     def until_calm(self) -> None:
-        """Return when all streams run and nothing has failed for a while."""
+        """Wait until all streams run and no request has failed for a while."""
         wait_until(self._is_calm, lambda: f"the mesh recovers: {self._failed[-5:]}, {self._answers[-20:]}")
 
     def _is_calm(self) -> bool:
         assert self._thread.is_alive()
         since = time.monotonic() - CALM_S
-        running = [stream for stream in list(self._streams) if stream.heard > since]
+        running = [stream for stream in list(self._streams) if stream.event_s > since]
         quick = [took for at, took in list(self._answers)[-20:] if at > since and took < CALM_S]
         failed = [at for at, _ in self._failed[-1:] if at > since]
         return len(running) == NUM_STREAMS and len(quick) > CALM_S / ASK_EVERY_S / 2 and not failed
 
     def _computed(self) -> tuple[int, int]:
-        """Prompt tokens computed so far at prefill and at decode."""
+        """Return the prompt tokens computed so far at prefill and at decode."""
         at_prefill, at_decode = (sum(prompt_tokens(url) for url in urls) for urls in (self.prefills, self.decodes))
         return at_prefill, at_decode
 
@@ -155,10 +153,9 @@ class Load:
                 task.cancel()
             await asyncio.gather(over, *tasks, return_exceptions=True)
         for task in done:
-            task.result()  # one that ended by itself has raised
+            task.result()  # it has raised
 
     async def _stream_on(self, http: httpx.AsyncClient, number: int) -> None:
-        """One stream after another."""
         await asyncio.sleep(number * 0.1)
         while True:
             stream = _Stream(time.monotonic())
@@ -181,8 +178,8 @@ class Load:
                 if not line.startswith("data: {"):
                     continue
                 now = time.monotonic()
-                self._silences.append((now, now - stream.heard))
-                stream.heard = now
+                self._silences.append((now, now - stream.event_s))
+                stream.event_s = now
                 event = json.loads(line.removeprefix("data: "))
                 if "error" in event:
                     raise _Refused(event["error"]["code"])
@@ -194,7 +191,7 @@ class Load:
             raise _Refused(f"ended after {len(text)} of {len(expected)} characters")
 
     async def _ask_on(self, http: httpx.AsyncClient) -> None:
-        """A short request at equal times, whether those before it have been answered or not."""
+        """Send short requests at equal intervals, without waiting for answers."""
         async with asyncio.TaskGroup() as tasks:
             for number in cycle(range(NUM_PROMPTS)):
                 tasks.create_task(self._ask(http, number))
@@ -218,7 +215,7 @@ class Load:
             del self._asking[me]
 
     def _body(self, number: int, max_tokens: int) -> dict[str, object]:
-        """The salt keeps each prompt out of the others' prefix caches, so that each has to be computed."""
+        """Make a body whose salt prevents prefix hits."""
         return {
             "model": MODEL,
             "prompt": self._prompts[number],
@@ -230,7 +227,7 @@ class Load:
 
 
 class _Refused(Exception):
-    """An answer that is an error, or not whole."""
+    """An answer that is an error or incomplete."""
 
 
 def _code(body: bytes) -> str:
@@ -238,7 +235,7 @@ def _code(body: bytes) -> str:
 
 
 def _moves(log: Path, start: int) -> Iterator[str]:
-    """The causes of the moves that are logged from `start` on. The log may end within a line."""
+    """Yield the causes of the moves logged from byte `start` on. The log may end within a line."""
     whole, _, _ = log.read_bytes()[start:].decode(errors="replace").rpartition("\n")
     for line in whole.splitlines():
         if MOVE in line:
@@ -247,5 +244,5 @@ def _moves(log: Path, start: int) -> Iterator[str]:
 
 
 def prompt_tokens(url: str) -> int:
-    """Prompt tokens that the worker with this metrics page has computed."""
+    """Return the prompt tokens that a worker has computed. `url`: of its metrics page."""
     return int(metric(url, "kvmesh_prompt_tokens_total"))

@@ -1,4 +1,4 @@
-"""A mesh over clusters of etcd and NATS, with clients; and outages of these servers, each a context in which it lasts."""
+"""A mesh over clusters of etcd and NATS, with clients; and outages of these servers, as context managers."""
 
 import asyncio
 import time
@@ -13,19 +13,16 @@ from components.discovery.registry import join_registry
 from components.wire.instances import InstanceRecord, Role
 from tests.mesh.clusters import EtcdCluster, NatsCluster, Proxy
 from tests.mesh.harness import MeshProcesses, Worker
-from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.mocks import MOCK_ENV, NO_COST
 from tests.mesh.outage_load import PROMPT_TOKENS, Load, Window
 from tests.mesh.preloaded import Preloaded
 
 LEASE_S: Final = 2
 STEP_S: Final = 0.04  # a stream's usual silence
-AFTER_S: Final = 1.5  # what happens when a server comes back belongs to its outage
+AFTER_S: Final = 1.5  # the effects of a server's return count for its outage
 NAMESPACE: Final = "outages"
-USUAL_S: Final = (
-    2.0  # on a busy machine without a fault; a request that waits for etcd waits 3 s, as long as the outage
-)
+USUAL_S: Final = 2.0  # on a busy machine without a fault; waiting for etcd would take 3 s, as long as the outage
 TRIES: Final = 6
-NO_COST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 ENV: Final = {
     **MOCK_ENV,
     **NO_COST,
@@ -50,7 +47,7 @@ class OutageMesh:
 
 @contextmanager
 def outage_mesh(preloaded: Preloaded, home: Path, stream_tokens: int) -> Iterator[OutageMesh]:
-    """The mesh under load, while inside. Each stream has so many tokens, one each `STEP_S`."""
+    """Run the mesh under load. Each stream has `stream_tokens` tokens, one each `STEP_S`."""
     with (
         EtcdCluster(home) as etcd,
         NatsCluster(home) as nats,
@@ -80,13 +77,13 @@ def pages(etcd_url: str, role: Role) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Outage:
-    """What fails, and what clients may see of it. No request fails, no text differs."""
+    """An outage, and its limits for clients. No request may fail, and no text differ."""
 
     name: str
-    under: Callable[[OutageMesh], AbstractContextManager[None]]  # it fails inside, and is whole again after it
+    under: Callable[[OutageMesh], AbstractContextManager[None]]  # fails a server inside, and repairs it after
     lasts_s: float
-    silence_s: float = USUAL_S  # the longest that a stream may be silent
-    answer_s: float = USUAL_S  # the longest that a short request may take
+    silence_s: float = USUAL_S  # the most of a stream
+    answer_s: float = USUAL_S  # the most of a short request
     moves: bool = False  # whether streams may go to another decode
     disaggregated: bool = True  # every new prompt is computed at prefill
 
@@ -94,20 +91,17 @@ class Outage:
         return self.name
 
     def happen(self, mesh: OutageMesh) -> Window:
-        """Let it happen to a mesh that is well; returns what clients saw."""
+        """Run the outage on a healthy mesh."""
         mesh.load.until_calm()
         with mesh.load.window() as seen:
             with self.under(mesh):
                 time.sleep(self.lasts_s)
             time.sleep(AFTER_S)
-        print(f"\n{self.name}: {seen}")  # noqa: T201 - the figures are of interest where limits hold, too
+        print(f"\n{self.name}: {seen}")  # noqa: T201 - the figures matter also if limits hold
         return seen
 
     def check(self, mesh: OutageMesh) -> None:
-        """No request may ever fail, and no text differ. The other limits must hold in one of `TRIES`.
-
-        A busy machine may stall a process for a second, which exceeds a limit without any outage.
-        """
+        """The limits of time and moves must hold in one of `TRIES`: a busy machine may stall a process for a second."""
         exceeded: list[list[str]] = []
         while len(exceeded) < TRIES:
             seen = self.happen(mesh)
@@ -118,14 +112,14 @@ class Outage:
         raise AssertionError(exceeded)
 
     def faults(self, seen: Window) -> Iterator[str]:
-        """What no stall of a process may cause."""
+        """Yield the errors that no stall of a process may cause."""
         if seen.failed:
             yield f"{len(seen.failed)} failed"
         if seen.wrong:
             yield f"{len(seen.wrong)} texts are wrong: {seen.wrong[:3]}"
 
     def exceeded(self, seen: Window) -> Iterator[str]:
-        """Each limit that does not hold."""
+        """Yield an error for each limit that was exceeded."""
         if seen.moves and not self.moves:
             yield f"{len(seen.moves)} moves from workers that are well"
         if seen.longest_silence_s > self.silence_s:
@@ -133,7 +127,7 @@ class Outage:
         if seen.slowest_s > self.answer_s:
             yield f"an answer took {seen.slowest_s:.2f} s, the limit is {self.answer_s} s"
         if not seen.answered or not seen.stream_events:
-            yield "nobody asked"
+            yield "no request was sent"
         if self.disaggregated and (seen.at_decode or seen.at_prefill < PROMPT_TOKENS * seen.answered):
             yield f"prompt tokens computed: {seen.at_prefill} at prefill, {seen.at_decode} at decode"
 
@@ -143,7 +137,6 @@ class Outage:
 
 @contextmanager
 def a_follower_killed(mesh: OutageMesh) -> Iterator[None]:
-    """It starts again on its data."""
     mesh.etcd.followers()[0].kill()
     yield
     mesh.etcd.start()
@@ -151,7 +144,6 @@ def a_follower_killed(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def the_leader_killed(mesh: OutageMesh) -> Iterator[None]:
-    """The others elect another one."""
     mesh.etcd.leader().kill()
     yield
     mesh.etcd.start()
@@ -159,7 +151,7 @@ def the_leader_killed(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def a_follower_frozen(mesh: OutageMesh) -> Iterator[None]:
-    """As a host that has lost its power: its connections stay, and nothing answers."""
+    """Like a loss of power: connections stay open, but no request is answered."""
     mesh.etcd.followers()[0].freeze()
     yield
     mesh.etcd.thaw()
@@ -167,7 +159,7 @@ def a_follower_frozen(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def the_leader_frozen(mesh: OutageMesh) -> Iterator[None]:
-    """The others elect another one; it wakes up and believes for a moment that it still leads."""
+    """When it continues, it takes itself for the leader for a moment."""
     mesh.etcd.leader().freeze()
     yield
     mesh.etcd.thaw()
@@ -175,7 +167,7 @@ def the_leader_frozen(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def no_quorum(mesh: OutageMesh) -> Iterator[None]:
-    """One member is left, which accepts connections and answers `status`, but has no leader."""
+    """One member is left: it accepts connections and answers `status`, but has no leader."""
     for member in mesh.etcd.members[1:]:
         member.freeze()
     yield
@@ -184,7 +176,7 @@ def no_quorum(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def all_etcd_frozen(mesh: OutageMesh) -> Iterator[None]:
-    """Leases run out only when it wakes up."""
+    """Leases expire only after it continues."""
     for member in mesh.etcd.members:
         member.freeze()
     yield
@@ -193,7 +185,7 @@ def all_etcd_frozen(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def all_etcd_killed(mesh: OutageMesh) -> Iterator[None]:
-    """It starts again on its data; leases have lived on in there."""
+    """Its data, with all leases, survive."""
     for member in mesh.etcd.members:
         member.kill()
     yield
@@ -202,7 +194,7 @@ def all_etcd_killed(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def etcd_data_lost(mesh: OutageMesh) -> Iterator[None]:
-    """It starts again as a new and empty cluster: no record, no lease, revisions from 1 on."""
+    """It starts again as an empty cluster: no record, no lease, revisions from 1."""
     for member in mesh.etcd.members:
         member.kill()
     mesh.etcd.lose_data()
@@ -212,7 +204,7 @@ def etcd_data_lost(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def a_decode_cut_off(mesh: OutageMesh) -> Iterator[None]:
-    """The first decode alone does not reach etcd, whose lease for it runs out: for all others it has left."""
+    """The first decode alone does not reach etcd, and its lease expires."""
     mesh.proxy.shut()
     yield
     mesh.proxy.open()
@@ -223,7 +215,6 @@ def a_decode_cut_off(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def a_nats_killed(mesh: OutageMesh) -> Iterator[None]:
-    """Its clients go to the others."""
     mesh.nats.busiest().kill()
     yield
     mesh.nats.start()
@@ -239,7 +230,6 @@ def a_nats_frozen(mesh: OutageMesh) -> Iterator[None]:
 
 @contextmanager
 def all_nats_restarted(mesh: OutageMesh) -> Iterator[None]:
-    """At the same moment."""
     for member in mesh.nats.members:
         member.kill()
     yield

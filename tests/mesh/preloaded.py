@@ -1,7 +1,6 @@
-"""Service processes as forks of one that has imported what they import: a fifth of a second of a core each, not seconds.
+"""Service processes as forks of one that has imported their modules: a start takes 0.2 s of a core, not seconds.
 
-A fork runs `python -m <module>` from its first line on, in an environment of its own; all that it does not do again is load
-libraries. Tests of the start itself run the command.
+A fork runs `python -m <module>` in an environment of its own. Tests of the start itself run the command.
 """
 
 import ctypes
@@ -38,7 +37,7 @@ POLL_S: Final = 0.005
 
 
 class Fork:
-    """A child process that we did not start ourselves; of `subprocess.Popen`, what tests use."""
+    """A child process with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -46,7 +45,7 @@ class Fork:
         self._lock = Lock()
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it lives."""
+        """Return its exit code, negative for a signal; None while it lives."""
         with self._lock:
             if self.returncode is None:
                 ended, status = os.waitpid(self.pid, os.WNOHANG)
@@ -55,7 +54,7 @@ class Fork:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, when it has ended. Raises: subprocess.TimeoutExpired."""
+        """Wait for its exit code. Raises: subprocess.TimeoutExpired."""
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if timeout is not None and time.monotonic() > deadline:
@@ -64,34 +63,31 @@ class Fork:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Nothing when it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def terminate(self) -> None:
-        """SIGTERM."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
-    """Processes that fork, one for each set of modules, started when first wanted; leaving it ends them, not their forks."""
+    """Processes that fork, one for each set of modules. Leaving it ends them, but not their forks."""
 
     def __init__(self) -> None:
         self._parents: dict[Sequence[str], subprocess.Popen[str]] = {}
         self._lock = Lock()
 
     def start(self, modules: Sequence[str], module: str, env: Mapping[str, str], log: Path) -> Fork:
-        """Run `module` where `modules` are imported already."""
+        """Run `module` in a fork of a process that has imported `modules`."""
         with self._lock:
             parent = self._parents.get(modules) or self._parents.setdefault(modules, _parent(modules))
             assert parent.stdin is not None
             assert parent.stdout is not None
             log.touch()
-            # who is orphaned now becomes our child: its parent's fork, through which it comes
+            # A process that is orphaned now becomes our child: the fork, whose parent ends at once.
             set_subreaper(on=True)
             try:
                 parent.stdin.write(json.dumps({"module": module, "env": dict(env), "log": str(log)}) + "\n")
@@ -111,7 +107,7 @@ class Preloaded:
 
 def _parent(modules: Sequence[str]) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "tests.mesh.preloaded", *modules]
-    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would start threads when it is imported
+    env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # importing numpy would start threads
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=REPO, env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
@@ -121,23 +117,23 @@ def set_subreaper(*, on: bool) -> None:
 
 
 def _serve() -> str:
-    """Fork for each line. It returns in each fork: the module that the fork runs."""
+    """Fork for each line of stdin. Return the fork's module, in the fork."""
     for line in sys.stdin:
         if between := os.fork():
             os.waitpid(between, 0)
-            os.write(1, b"\n")  # the id is said, and whose child it is is settled
+            os.write(1, b"\n")  # the fork's id is written, and its parent has ended
             continue
         if child := os.fork():
             os.write(1, str(child).encode())
             os._exit(0)
-        asked = json.loads(line)
-        null, log = os.open(os.devnull, os.O_RDONLY), os.open(asked["log"], os.O_WRONLY | os.O_APPEND)
+        request = json.loads(line)
+        null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["log"], os.O_WRONLY | os.O_APPEND)
         for source, target in ((null, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.environ.clear()
-        os.environ.update(asked["env"])
+        os.environ.update(request["env"])
         components.process.STARTED_UNIX_MS = time.time_ns() // 1_000_000  # type: ignore[misc]
-        return str(asked["module"])
+        return str(request["module"])
     os._exit(0)
 
 
@@ -145,7 +141,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:]:
         import_module(name)
     for name in MAINS:
-        del sys.modules[name]  # to be run, and not yet there
+        del sys.modules[name]  # runpy warns of a loaded module
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has only one of its parent's threads"
     gc.collect()
     gc.freeze()

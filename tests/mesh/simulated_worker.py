@@ -1,6 +1,6 @@
 """A worker on a simulated device; environment SIMULATED_MODULE names the service.
 
-NIXL gets its KV pages as main memory, which they are.
+For NIXL its KV pages are main memory.
 """
 
 import os

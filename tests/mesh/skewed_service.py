@@ -15,16 +15,14 @@ _time_ns = time.time_ns
 
 
 def time_ns() -> int:
-    """As `time.time_ns`."""
     return _time_ns() + SKEW_NS
 
 
 def skewed_time() -> float:
-    """As `time.time`."""
     return time_ns() / 1e9
 
 
-# gRPC adds its timeouts to Python's clock and compares with the machine's, which here, alone, is another one.
+# gRPC adds its timeouts to Python's clock, and compares them with the machine's.
 as_it_is = SimpleNamespace(**vars(time))
 for name, module in list(sys.modules.items()):
     if name.startswith("grpc") and getattr(module, "time", None) is time:

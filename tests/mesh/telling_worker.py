@@ -1,4 +1,4 @@
-"""`services.<ROLE>` that also says what its engine has cached, on `.cached_blocks`, and loses each fifth batch of KV events."""
+"""`services.<ROLE>` that also answers `.cached_blocks`, with the cached blocks, and loses each fifth batch of KV events."""
 
 import os
 from itertools import count

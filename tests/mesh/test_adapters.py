@@ -1,4 +1,4 @@
-"""LoRA adapters asked for by name over HTTP, prompts computed elsewhere; the answers are those of merged weights."""
+"""LoRA adapters, requested over HTTP by name: the answers are those of merged weights."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ PROMPTS: Final = tuple(
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with its tokenizer, two adapters of it, and it with each of them merged."""
+    """The model with its tokenizer, two adapters, and the model with each of them merged."""
     home = tmp_path_factory.mktemp("adapters")
     tokenizer = tiny_tokenizer()
     save_tiny(home / MODEL, vocab_size=tokenizer.get_vocab_size())
@@ -44,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(home: Path) -> dict[str, list[str]]:
-    """What clients should read, by model: transformers' own greedy tokens as the frontend shows them."""
+    """The right texts by model: transformers' greedy tokens, detokenised."""
     text = TextModel.load(home / MODEL)
     answers: dict[str, list[str]] = {}
     for name, directory in ((MODEL, MODEL), ("legal", "merged-legal"), ("medical", "merged-medical")):
@@ -84,9 +84,9 @@ def _models(frontend: Worker, count: int) -> list[tuple[str, str | None]]:
     return [(card["id"], card["parent"]) for card in frontend.models()]
 
 
-async def _ask_all(frontend: Worker, models: list[str], asked: range) -> dict[str, list[str]]:
-    """Each of these prompts of every model at once."""
-    prompts = PROMPTS[asked.start : asked.stop]
+async def _ask_all(frontend: Worker, models: list[str], numbers: range) -> dict[str, list[str]]:
+    """Send the prompts of these numbers to every model at once."""
+    prompts = PROMPTS[numbers.start : numbers.stop]
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
 
         async def ask(model: str, prompt: list[int]) -> str:
@@ -109,7 +109,7 @@ def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_t
 ) -> None:
     _, prefill, decode, frontend = mesh.start("bootstrap", "prefill", "decode", "frontend")
     assert _models(frontend, 3) == [(MODEL, None), ("legal", MODEL), ("medical", MODEL)]
-    for _ in range(2):  # the second time with prefixes in both caches
+    for _ in range(2):  # the second time with prefix hits
         answers = asyncio.run(_ask_all(frontend, [MODEL, "legal", "medical"], range(3)))
         assert answers == {model: texts[:3] for model, texts in expected.items()}
     assert len({tuple(texts) for texts in expected.values()}) == 3
@@ -121,7 +121,7 @@ def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_t
     assert answers == {model: texts[3:] for model, texts in expected.items()}
     assert decode.logged().count("must load the same weights as adapter 'legal'") == 1
     recomputed = [line for line in decode.logged().splitlines() if "computing the prompt here" in line]
-    stalled = ("silent for", "no bootstrap instance opened a room")  # as a process may be on a busy machine
+    stalled = ("silent for", "no bootstrap instance opened a room")  # on a busy machine
     assert all(any(cause in line for cause in stalled) for line in recomputed), "they were not asked in the first place"
 
 

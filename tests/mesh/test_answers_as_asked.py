@@ -15,7 +15,7 @@ from tests.mesh.harness import MeshProcesses, Worker, metric
 
 pytestmark = pytest.mark.mesh
 
-TRIES: Final = 3  # if one stream begins late, the others may be over when decode is killed
+TRIES: Final = 3  # if one stream begins late, others may have ended when decode is killed
 PERSON: Final = {
     "type": "object",
     "properties": {
@@ -46,7 +46,7 @@ def asking(schema: Any) -> dict[str, Any]:
 async def streamed(
     client: AsyncOpenAI, model: str, began: asyncio.Event | None = None, **fields: Any
 ) -> dict[int, str]:
-    """The text of each choice; `began` is set in the middle of it."""
+    """Return the text of each choice. `began` is set after ten events."""
     texts: dict[int, str] = {}
     pieces = 0
     stream: Any = await client.chat.completions.create(model=model, messages=ASK, stream=True, **fields)

@@ -1,6 +1,4 @@
-"""Whatever comes over NATS, to every subject of every role of a running mesh: each is refused by name and counted, none ends a
-process, and the mesh answers as before.
-"""
+"""Bad messages on every subject of every role: each is refused by name and counted, and the mesh still answers."""
 
 import asyncio
 import json
@@ -40,11 +38,11 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.mesh
 
 ROLES: Final = ("bootstrap", "prefill", "decode", "frontend")
-LATE: Final = 1  # a deadline, long ago
+LATE: Final = 1  # a deadline that has passed
 
 
 class Evil:
-    """A pickle of it would leave a trace, if anybody loaded it."""
+    """Creates a directory if a process loads its pickle."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (EVIL,)
@@ -57,7 +55,7 @@ UNKNOWN: Final = ("unknown tag", "another version")
 
 
 def garbage() -> Iterator[tuple[str, bytes]]:
-    """Bytes that are no message, by name."""
+    """Yield the names and bytes of invalid messages."""
     whole = pack(CancelStreams(reply_to="r", stream_ids=[1]))
     yield "empty", b""
     yield "zeros", bytes(64)
@@ -74,7 +72,7 @@ def garbage() -> Iterator[tuple[str, bytes]]:
 
 
 def counted(page: str) -> dict[tuple[str, str], float]:
-    """What a process has refused, by message and reason."""
+    """Return the numbers of refused messages, by message and reason."""
     text = "\n".join(metrics_of(page))
     found = re.findall(r'^kvmesh_messages_refused_total\{message="(.*?)",reason="(.*?)"\} (\S+)$', text, re.MULTILINE)
     return {(message, reason): float(count) for message, reason, count in found}
@@ -91,24 +89,23 @@ async def until_counted(record: InstanceRecord, message: str, reason: str, least
 
 
 async def endpoints(client: Client, record: InstanceRecord) -> list[str]:
-    """The calls that an instance answers, as listed by `$SRV.INFO`."""
+    """Return the calls that an instance answers, from `$SRV.INFO`."""
     name = f"kvmesh-{record.role}"
     inbox = await client.bus.client.subscribe(client.bus.client.new_inbox())
     await client.bus.client.publish(f"$SRV.INFO.{name}", reply=inbox.subject)
     while True:
-        told = json.loads((await inbox.next_msg(timeout=PATIENCE_S)).data)
-        if told["metadata"]["subject"] == record.subject:
-            return [endpoint["name"] for endpoint in told["endpoints"]]
+        info = json.loads((await inbox.next_msg(timeout=PATIENCE_S)).data)
+        if info["metadata"]["subject"] == record.subject:
+            return [endpoint["name"] for endpoint in info["endpoints"]]
 
 
 async def refused(client: Client, record: InstanceRecord, call: str, data: bytes) -> str:
-    """The name of the error that a call is answered with."""
+    """Return the name of the error that a call returns."""
     answer = await client.bus.client.request(f"{record.subject}.{call}", data, timeout=PATIENCE_S)
     return unpack(answer.data, Refused).error
 
 
 async def refuses(client: Client, record: InstanceRecord, call: str, message: object, error: str) -> None:
-    """A well-formed message is refused by that name, and counted under it."""
     before = counted(page_of(record)).get((call, error), 0.0)
     assert await refused(client, record, call, pack(message)) == error, message
     await until_counted(record, call, error, before + 1)
@@ -120,7 +117,7 @@ async def every_call_refuses_garbage(client: Client, record: InstanceRecord) -> 
     bad = list(garbage())
     for call in calls:
         for what, data in bad:
-            # What an instance does not know another one may: the caller asks it.
+            # Another instance may know the message, so the caller should ask it.
             error = PeerLost if what in UNKNOWN else MalformedMessage
             assert await refused(client, record, call, data) == error.__name__, (record.role, call, what)
         await until_counted(record, call, MalformedMessage.__name__, len(bad) - len(UNKNOWN))
@@ -185,11 +182,11 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         ({"deadline_unix_ms": LATE}, DeadlineExceeded.__name__),
         ({"token_ids": b"\1"}, MalformedMessage.__name__),
     ):
-        # of another name: what was refused once is over
+        # a new request id, because a refused request has ended
         await refuses(client, prefill, "prefill", replace(prompt, request_id=error, **changes), error)
     await refuses(client, prefill, "prefill", replace(prompt, request_id="StaleInstance"), "Rejected")
     await refuses(client, prefill, "kv_dump", FetchKvDump(epoch="old"), "StaleInstance")
-    # pages that decode does not have, in a room that there is, and in one that there is not; for a request that is over
+    # pages that decode does not have, an unknown room, a request that has ended
     await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=PATIENCE_S)
     assert decode.kv is not None
     num_pages = -(-40 // decode.kv.layout.page_size)
@@ -227,20 +224,20 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
 async def frames_in_disorder_move_a_stream_and_lose_no_token(
     client: Client, by_role: dict[str, InstanceRecord], expected: list[int], prompt: list[int]
 ) -> None:
-    """The frames are forged in decode's name, into streams that are under way."""
+    """Forge frames of decode for a running stream."""
     inbox = client.mesh._inbox
-    asked = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
+    stream = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
     instance_id, epoch = by_role["decode"].instance_id, by_role["decode"].epoch
     async with asyncio.timeout(PATIENCE_S):
         while not len(inbox):
-            await asyncio.sleep(0)  # before the first frame comes
+            await asyncio.sleep(0)  # before the first frame
     stream_id = max(inbox._sources[instance_id].streams)
     for seq in (10**6, -1, 10**6):
         item = StreamItem(stream_id, seq, [1, 2, 3])
         await client.bus.publish_bytes(inbox.subject, frame_of(instance_id, epoch, 1, [item]).pack())
     stranger = frame_of("other", epoch, 1, [StreamItem(stream_id, 0, [9])])
     await client.bus.publish_bytes(inbox.subject, stranger.pack())
-    assert await asked == expected
+    assert await stream == expected
 
 
 def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProcesses) -> None:
@@ -291,7 +288,7 @@ async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], n
 
 
 def test_a_packet_from_the_network_reaches_no_worker(mock_mesh: MeshProcesses) -> None:
-    """UCX's port was open on each interface, and 21 bytes sent to it ended decode with SIGSEGV at its next transfer."""
+    """UCX's port was open on each interface: 21 bytes sent to it crashed decode at its next transfer."""
     low, high = 21_000, 21_099  # below the ports that the kernel gives out
     for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend", UCX_TCP_PORT_RANGE=f"{low}-{high}"):
         ports = listeners(worker.popen.pid)

@@ -1,11 +1,12 @@
-"""Real processes whose wall clocks are an hour off: prompts are computed by prefill all the same, and the skew is shown."""
+"""Real processes whose wall clocks are an hour off: prefill still computes prompts, and a metric shows the skew."""
 
 import asyncio
+from functools import partial
 from typing import Final
 
 import pytest
 
-from tests.mesh.harness import Client, MeshProcesses, metric, open_client
+from tests.mesh.harness import MeshProcesses, metric, open_client
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.through_prefill import through_prefill
 
@@ -22,14 +23,13 @@ def test_an_hour_of_skew_costs_no_answer_and_no_transfer(mock_mesh: MeshProcesse
     skewed = {"SKEW_S": str(skew_s), "SKEWED_MODULE": f"services.{role}"}
     mock_mesh.modules[role] = "tests.mesh.skewed_service"
 
-    async def ask(client: Client, salt: str) -> list[list[int]]:
-        asked = (client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt) for prompt in prompts)
-        return list(await asyncio.gather(*asked))
-
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
             await client.until_usable("prefill")
-            assert await through_prefill(client, lambda salt: ask(client, salt)) == expected
+            assert (
+                await through_prefill(client, partial(client.generate_all, prompts, MAX_TOKENS, model=MODEL))
+                == expected
+            )
             await no_page_is_lost(client)
             [record] = client.book.of_role(role)
             assert metric(record.http, "kvmesh_clock_skew_seconds") == pytest.approx(HOUR_S, abs=10)

@@ -1,4 +1,4 @@
-"""What becomes of KV that changes on its way: real processes, real NIXL, and a decode whose pool is damaged behind its back."""
+"""KV that changes on its way: real processes, real NIXL, and a decode whose pool is damaged."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ import random
 import httpx
 import pytest
 
-from tests.mesh.harness import Client, MeshProcesses, Worker, metrics_of, open_client
-from tests.mesh.mocks import MODEL
+from tests.mesh.harness import MeshProcesses, Worker, metrics_of, open_client
+from tests.mesh.mocks import MODEL, no_page_is_lost
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.mesh
@@ -16,10 +16,6 @@ pytestmark = pytest.mark.mesh
 DAMAGED = "tests.mesh.corrupting_decode"
 draw = random.Random(5)
 PROMPTS = [[draw.randrange(256) for _ in range(draw.randrange(40, 300))] for _ in range(16)]
-
-
-async def _answers(client: Client, salt: str = "") -> list[list[int]]:
-    return list(await asyncio.gather(*(client.generate(p, 12, model=MODEL, salt=salt) for p in PROMPTS)))
 
 
 RECOMPUTED = 'kvmesh_prompts_computed_on_decode_total{reason="transfer_failed"}'
@@ -30,14 +26,13 @@ def _metric(url: str | None, name: str) -> float:
 
 
 def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, float]:
-    """What this decode makes of the prompts, how many transfers it found corrupt, how many prompts it computed itself."""
+    """Return this decode's tokens, its corrupt transfers and the prompts that it computed itself."""
 
     async def run() -> tuple[list[list[int]], float, float]:
         async with open_client(mesh, MODEL) as client:
             await client.until_usable("prefill")
-            answers = await _answers(client)
-            for beat in await client.until_quiet():
-                assert beat.free_pages + beat.cached_pages == beat.total_pages
+            answers = await client.generate_all(PROMPTS, 12, model=MODEL)
+            await no_page_is_lost(client)
             [record] = client.decodes.usable()
             assert record.pid == decode.popen.pid
             corrupt = _metric(record.http, 'kvmesh_kv_transfers_total{cause="KvCorrupt",outcome="failed"}')
@@ -58,7 +53,7 @@ def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshP
     mock_mesh.modules["decode"] = DAMAGED
     wrong, corrupt, recomputed = _ask(mock_mesh, mock_mesh.start_one("decode", DAMAGE="mark"))
     assert (corrupt, recomputed) == (0, 0)
-    assert all(a != b for a, b in zip(right, wrong, strict=True)), "the damage does not show: this would prove nothing"
+    assert all(a != b for a, b in zip(right, wrong, strict=True)), "without verification the damage must show"
     for damage in ("mark", "bit"):
         decode = mock_mesh.start_one("decode", DAMAGE=damage, MESH_DECODE_VERIFY_KV="true")
         assert _ask(mock_mesh, decode) == (right, count, count)
@@ -95,7 +90,6 @@ def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_
                     for r in client.decodes.usable()
                 ]
                 assert sum(failures) == count, "each request failed once, on one decode"
-            for beat in await client.until_quiet():
-                assert beat.free_pages + beat.cached_pages == beat.total_pages
+            await no_page_is_lost(client)
 
     asyncio.run(run())

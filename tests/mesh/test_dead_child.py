@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE_S, until, wait_until
 pytestmark = pytest.mark.mesh
 
 TOKENS = 300
-TRIES = 3  # a process that stalls for two seconds as another one dies makes silence the first sign of it
+TRIES = 3  # if a process stalls for two seconds, silence is the first sign of the death
 PACE = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.02"}
 LETTERS = "".join(map(chr, range(97, 123)))
 
@@ -29,7 +29,7 @@ LETTERS = "".join(map(chr, range(97, 123)))
 def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_silence(
     run_service: RunService, etcd_url: str, nats_url: str, namespace: str, tmp_path: Path
 ) -> None:
-    """It stood still for 2.1 to 2.9 s: `services.local` knew that the process had died, and kept it to itself."""
+    """It waited 2.1 to 2.9 s: `services.local` noticed the death, but did not report it."""
     port, observer_port = free_port(), free_port()
     env = {**MOCK_ENV, **PACE, "MESH_LEASE_TTL_S": "10", "MESH_NAMESPACE": namespace, "MESH_STATE_DIR": str(tmp_path)}
     env |= {"MESH_ETCD_URL": etcd_url, "MESH_NATS_URL": nats_url}
@@ -40,7 +40,6 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
     process.wait_for_log("Ready:")
 
     async def stream(prompt: str, events: Counter[str]) -> None:
-        """Count its events under the prompt."""
         body = {"model": "mock", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
         async with (
             httpx.AsyncClient(timeout=PATIENCE_S) as client,
@@ -51,11 +50,11 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
                     events[prompt] += bool(json.loads(line[6:])["choices"])
 
     def ended() -> int:
-        """Requests of which `services.local` has written the frontend's lines."""
+        """Return the number of requests in the log of `services.local`."""
         return len(re.findall(r"frontend-0 .*\brequest  ", process.logged()))
 
     async def kill_one() -> list[str]:
-        """The frontend's lines of the streams that left the killed decode."""
+        """Return the frontend's log lines of the streams that left the killed decode."""
         async with join_registry(etcd_url, namespace, 10.0) as registry:
             await until(lambda: len(registry.book.of_role("decode")) == 2)
             decodes = registry.book.of_role("decode")

@@ -86,9 +86,9 @@ def workers(url: str) -> list[dict[str, Any]]:
     """Wait for a heartbeat that reports no running request."""
     listed: list[dict[str, Any]] = []
 
-    def is_told() -> bool:
+    def is_reported() -> bool:
         listed[:] = httpx.get(f"{url}/workers", timeout=PATIENCE_S).json()["data"]
         return all(w["load"] and not w["load"]["held_pages"] for w in listed if w["role"] == "decode")
 
-    wait_until(is_told, lambda: listed)
+    wait_until(is_reported, lambda: listed)
     return listed

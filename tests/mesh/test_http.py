@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE_S, wait_until
 pytestmark = [pytest.mark.mesh, pytest.mark.model]
 
 MODEL: Final = "smollm2-135m"
-STEPS: Final = (  # of a request that takes the whole way, each exactly once
+STEPS: Final = (  # of a disaggregated request, each exactly once
     "frontend.validate",
     "frontend.tokenize",
     "frontend.route",
@@ -46,7 +46,6 @@ STEPS: Final = (  # of a request that takes the whole way, each exactly once
 
 @pytest.fixture(scope="module")
 def url(real_mesh: MeshProcesses) -> str:
-    """Of the frontend."""
     frontend = real_mesh.one("frontend")
     wait_until(frontend.models)
     return frontend.url
@@ -72,15 +71,15 @@ def test_the_openai_package_streams_a_chat(url: str) -> None:
 
 
 def test_curl_shows_tokens_as_they_are_made(url: str) -> None:
-    """A curl, or its reader, that stalls for a moment reads several at once: one of three tries must show them."""
+    """A stalled reader gets several events at once: one of three tries must show them one by one."""
     tries = [_gaps(url)]
     while not _one_by_one(tries[-1]):
-        assert len(tries) < 3, f"it came in lumps: {tries}"
+        assert len(tries) < 3, f"events came together: {tries}"
         tries.append(_gaps(url))
 
 
 def _gaps(url: str) -> list[float]:
-    """Seconds between the events of a stream, as curl shows them."""
+    """Return the seconds between the events of a stream, as curl shows them."""
     body = f'{{"model":"{MODEL}","prompt":"Once upon a time","max_tokens":24,"stream":true,"ignore_eos":true}}'
     command = ["curl", "-sN", f"{url}/v1/completions", "-H", "content-type: application/json", "-d", body]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as curl:

@@ -1,4 +1,4 @@
-"""`services.inspect` over a real mesh of mock workers, each command once; and that one request's lines have one id."""
+"""`services.inspect` on a real mesh of mock workers; and all log lines of a request have one id."""
 
 import json
 import signal
@@ -32,10 +32,10 @@ SECRET: Final = "the-content-of-a-request"
 def mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:
-    """One for the file; the tests run in their order, and the last ones end workers."""
+    """One mesh for the file: the tests run in order, and the last ones end workers."""
     home = tmp_path_factory.mktemp("inspect")
     namespace = f"test-inspect-{uuid4().hex[:6]}"
-    env = MOCK_ENV | {"MESH_TRANSFER_TIMEOUT_S": "60"}  # prompts that take long are still prefill's
+    env = MOCK_ENV | {"MESH_TRANSFER_TIMEOUT_S": "60"}  # so that prefill computes also slow prompts
     with MeshProcesses(etcd_url, nats_url, namespace, home, MODEL, env, preloaded) as made:
         made.start("bootstrap", "decode", "decode", "frontend")
         made.start_one("prefill", **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SLOW.items()})
@@ -56,12 +56,12 @@ def _options(mesh: MeshProcesses) -> list[str]:
 
 def inspected(mesh: MeshProcesses, *command: str) -> tuple[int, str]:
     result = CliRunner().invoke(inspect.app, [*command, *_options(mesh)])
-    said = result.exception.code if isinstance(result.exception, SystemExit) else None
-    return result.exit_code, result.output + (said if isinstance(said, str) else "")
+    error = result.exception.code if isinstance(result.exception, SystemExit) else None
+    return result.exit_code, result.output + (error if isinstance(error, str) else "")
 
 
 def shown(mesh: MeshProcesses, *command: str) -> Any:
-    """The JSON of a command that succeeds."""
+    """Return the JSON of a command, which must succeed."""
     code, text = inspected(mesh, *command, "--json")
     assert code == 0, text
     return json.loads(text)
@@ -96,7 +96,7 @@ def process_of(mesh: MeshProcesses, instance: str) -> Worker:
 
 def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: MeshProcesses) -> None:
     with ThreadPoolExecutor() as asking:
-        asked = [asking.submit(ask, mesh, number) for number in range(4)]
+        requests = [asking.submit(ask, mesh, number) for number in range(4)]
         full: list[Any] = []
 
         def has_a_room_with_three_sides() -> bool:
@@ -104,16 +104,16 @@ def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: Mes
             return bool(full)
 
         wait_until(has_a_room_with_three_sides, "a room that all sides report")
-        for one in asked:
+        for one in requests:
             one.result()
     [prefill] = ids(mesh, "prefill")
     assert full[0]["prefill"]["instance"] == prefill
     assert full[0]["decode"]["instance"] in ids(mesh, "decode")
     frame = shown(mesh, "top", "--once")
     assert {row["role"] for row in frame["rows"]} == {"frontend", "bootstrap", "decode", "prefill"}
-    wait_until(lambda: all(row["state"] == "ok" for row in shown(mesh, "top", "--once")["rows"]), "each is well")
+    wait_until(lambda: all(row["state"] == "ok" for row in shown(mesh, "top", "--once")["rows"]), "all states are ok")
     assert all(row["heartbeat_age_s"] is not None for row in frame["rows"] if row["role"] in ("decode", "prefill"))
-    wait_until(lambda: len(logged(mesh.one("frontend"), "request")) == 4, "their lines")
+    wait_until(lambda: len(logged(mesh.one("frontend"), "request")) == 4, "a line per request")
     at_prefill = sum("local_prefill" not in line for line in logged(mesh.one("frontend"), "request"))
     assert sum(link["transfers"] for link in frame["links"]) == at_prefill > 0
     assert all(link["prefill"] == prefill and link["bytes"] > 0 for link in frame["links"])
@@ -272,7 +272,7 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
         with suppress(subprocess.TimeoutExpired):
             events.wait(PATIENCE_S / 2)  # the test's own limit must not come before the signal
     finally:
-        events.send_signal(signal.SIGABRT)  # if it still runs: faulthandler writes where its threads stand
+        events.send_signal(signal.SIGABRT)  # if it still runs: faulthandler writes its stacks
         ended = events.wait(PATIENCE_S)
     assert ended == 130, out.read_text()
     assert stopped in _events(out, "left etcd")
@@ -284,7 +284,7 @@ def _metrics_of(worker: Worker) -> str:
 
 
 def _asked(mesh: MeshProcesses, number: int) -> dict[str, Any]:
-    """The frontend's line of a new request."""
+    """Send a request; return the frontend's log line of it."""
     frontend = mesh.one("frontend")
     before = len(logged(frontend, "request"))
     ask(mesh, number)
@@ -293,7 +293,7 @@ def _asked(mesh: MeshProcesses, number: int) -> dict[str, Any]:
 
 
 def _through_prefill(mesh: MeshProcesses, number: int) -> tuple[int, dict[str, Any]]:
-    """The number and the frontend's line of a request whose prompt prefill computed: decode does while that is stalled."""
+    """Try until prefill computes a prompt: decode does while prefill is stalled. Return its number and log line."""
     for turn in range(number, number + 3):
         line = _asked(mesh, turn)
         if "local_prefill" not in line:
@@ -302,7 +302,7 @@ def _through_prefill(mesh: MeshProcesses, number: int) -> tuple[int, dict[str, A
 
 
 def _ended(mesh: MeshProcesses, instance: str, request: dict[str, Any]) -> dict[str, Any]:
-    """A worker's line of a request, which it may write after the frontend's."""
+    """Wait for a worker's log line of a request."""
 
     def found() -> list[dict[str, Any]]:
         lines = logged(process_of(mesh, instance), "request ended")
@@ -319,6 +319,5 @@ def _state(mesh: MeshProcesses, instance: str) -> str:
 
 
 def _events(out: Path, what: str) -> list[str]:
-    """Instances with such an event."""
     lines = [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
     return [line["instance"] for line in lines if line["what"] == what]

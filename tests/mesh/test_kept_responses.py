@@ -1,4 +1,4 @@
-"""Responses and messages over real processes: what one frontend keeps another one finds, also when the first one is killed."""
+"""Responses and messages over real processes: a frontend finds the responses that a killed one stored."""
 
 from contextlib import suppress
 

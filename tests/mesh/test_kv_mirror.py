@@ -1,4 +1,4 @@
-"""A router's mirror of the prefix caches of real workers, whose batches are lost now and then, is what their engines hold."""
+"""A router's mirror of the prefix caches of real workers is exact, although some batches of events are lost."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -24,8 +24,6 @@ MODULE = "tests.mesh.telling_worker"
 
 
 class Mirrors:
-    """Of both roles, each with an index of its own."""
-
     def __init__(self, client: Client) -> None:
         self.client = client
         self.index = {role: KvIndex() for role in ROLES}
@@ -40,7 +38,7 @@ class Mirrors:
         return set(unpack_hashes(answer.blocks))
 
     async def agree(self) -> dict[str, set[bytes]]:
-        """Wait until each worker's blocks are what its engine says; returns these by instance id."""
+        """Wait until each mirror equals its worker's cache; return the blocks by instance id."""
         held: dict[str, set[bytes]] = {}
         async with asyncio.timeout(PATIENCE_S):
             for worker in self.workers():
@@ -55,7 +53,7 @@ class Mirrors:
         return held
 
     async def finds(self, prompts: list[list[int]], salt: str) -> None:
-        """Where prompts were computed is found by what a router knows of them."""
+        """A router must find the workers that have computed these prompts."""
         held = await self.agree()
         found = 0
         for worker in self.workers():

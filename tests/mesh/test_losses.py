@@ -1,4 +1,4 @@
-"""What the mesh does when its processes are killed: every request is answered, with the right tokens, and no page is lost."""
+"""Processes are killed: every request gets the right tokens, and no page is lost."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.mesh
 
 MODEL: Final = "tiny"
-TRIES: Final = 4  # to kill a process in the midst of a request
+TRIES: Final = 4  # to kill a process during a request
 
 
 def test_without_any_prefill_instance_or_without_bootstrap_decode_computes_the_prompt_itself(
@@ -42,11 +42,11 @@ def test_without_any_prefill_instance_or_without_bootstrap_decode_computes_the_p
 
 
 async def _answers(client: Client, prompts: list[list[int]], salt: str) -> list[list[int]]:
-    return list(await asyncio.gather(*(client.generate(p, MAX_TOKENS, model=MOCK, salt=salt) for p in prompts)))
+    return await client.generate_all(prompts, MAX_TOKENS, salt, model=MOCK)
 
 
 def test_two_hundred_requests_survive_their_prefill_instances_being_killed(mock_mesh: MeshProcesses) -> None:
-    """kill -9 while requests are in flight, five times, the last time the only prefill: the client sees only latency."""
+    """Each of five prefills is killed while requests are in flight: the client sees only latency."""
     prompts = random_prompts(200)
     expected = one_engine(mock_mesh.home, prompts)
     slow = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.00025", "STEP_S": "0"}
@@ -88,7 +88,7 @@ def test_two_hundred_requests_survive_their_prefill_instances_being_killed(mock_
 def test_a_killed_service_leaves_etcd_within_its_lease_and_a_new_one_serves(
     etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tmp_path: Path
 ) -> None:
-    """One of each role, in a mesh of its own. The meshes wait for their leases at the same time."""
+    """One of each role, each in a mesh of its own, at the same time."""
     roles: tuple[Role, ...] = ("bootstrap", "prefill", "decode", "frontend")
 
     def loses(role: Role) -> None:
@@ -126,11 +126,11 @@ def _replaced(role: Role, mesh: MeshProcesses) -> None:
 
 
 def test_prefill_killed_while_its_pages_are_being_written_costs_only_latency(tiny_mesh: MeshProcesses) -> None:
-    """The kill falls between two writes of pages, before the aux slot: the log says where it was."""
+    """The kill falls between two writes of pages, before the aux slot; the log shows it."""
     prompt = [3 + i % 500 for i in range(3900)]  # sixty chunks: pages leave after each
 
     async def killed(client: Client, salt: str, expected: list[int]) -> str:
-        """The state of the prompt at a new prefill when that was killed."""
+        """Return the state of the prompt at a new prefill when that was killed."""
         prefill = await asyncio.to_thread(
             tiny_mesh.start_one, "prefill", MESH_LOG_LEVEL="debug", MESH_ENGINE__MAX_STEP_TOKENS="66"
         )
@@ -138,13 +138,13 @@ def test_prefill_killed_while_its_pages_are_being_written_costs_only_latency(tin
         answering = asyncio.create_task(client.generate(prompt, 4, model=MODEL, salt=salt))
         async with asyncio.timeout(PATIENCE_S):
             while '"is": "computing"' not in prefill.logged() and not answering.done():
-                await asyncio.sleep(0.002)  # it computes for a moment only
+                await asyncio.sleep(0.002)  # the state is short
         await asyncio.sleep(0.02)
         prefill.kill()
         moves = [json.loads(line) for line in prefill.logged().splitlines() if '"of": "prefill ' in line]
         assert await answering == expected
         await no_page_is_lost(client)
-        return str(moves[-1]["is"]) if moves else "not asked"
+        return str(moves[-1]["is"]) if moves else "not sent"
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:

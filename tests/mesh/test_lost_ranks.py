@@ -1,6 +1,6 @@
 """A follower of prefill or of decode is killed under load: the instance ends, and every token is that of one device.
 
-Models that compute, in float32: a tiny one, and the default one, whose heads two ranks do not divide.
+Models in float32: a tiny one, and the default one, whose heads two ranks do not divide.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ def _prompts(lengths: range) -> list[list[int]]:
 
 
 async def _ask(client: Client, model: str, prompts: list[list[int]], salt: str) -> list[list[int]]:
-    """Greedy and seeded."""
+    """Send each prompt with each of `HOW`."""
     places = asyncio.Semaphore(IN_FLIGHT)
 
     async def one(prompt: list[int], how: dict[str, float]) -> list[int]:
@@ -51,17 +51,17 @@ async def _until_computing(client: Client, record: InstanceRecord) -> None:
 async def _loses_a_rank(
     client: Client, mesh: MeshProcesses, worker: Worker, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """While requests run there."""
+    """Kill a rank while requests run there."""
     role = "decode" if worker.role == "decode" else "prefill"
     [record] = [r for r in await client.until_usable(role) if r.pid == worker.popen.pid]
-    asked = asyncio.create_task(_ask(client, mesh.env["MESH_SERVED_MODEL_NAME"], prompts, f"{role} loses a rank"))
+    answers = asyncio.create_task(_ask(client, mesh.env["MESH_SERVED_MODEL_NAME"], prompts, f"{role} loses a rank"))
     await _until_computing(client, record)
     await ends_with_a_follower(worker, record)
-    assert await asked == expected
+    assert await answers == expected
 
 
 def _run(mesh: MeshProcesses, prefill: int, decode: int, lengths: range, kill: tuple[str, ...]) -> None:
-    """The first decode is on one device: it gives what is expected, and takes what the other one leaves."""
+    """The first decode, on one device, gives the expected tokens and receives the moved streams."""
     prompts, model = _prompts(lengths), mesh.env["MESH_SERVED_MODEL_NAME"]
 
     async def run() -> None:
@@ -121,5 +121,5 @@ def smollm_mesh(
 def test_tokens_of_the_default_model_are_those_of_one_device(
     smollm_mesh: MeshProcesses, prefill: int, decode: int, kill: tuple[str, ...]
 ) -> None:
-    """Of two ranks one has one of the three KV heads, and the other two."""
+    """With two ranks, one has one of the three KV heads and the other has two."""
     _run(smollm_mesh, prefill, decode, range(40, 240, 100), kill)

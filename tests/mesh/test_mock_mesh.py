@@ -1,7 +1,7 @@
 """The whole mesh with mock engines: every process, NATS, etcd and NIXL are real, and no token may differ.
 
-What a mock worker generates depends on what its pages hold, so a page that did not arrive, or arrived for another request,
-gives other tokens than the same prompt gives on an engine of its own.
+The tokens of a mock worker depend on the content of its pages. So a page that is lost, or arrives for another request,
+gives other tokens than a single engine.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from tests.mesh.harness import Client, MeshProcesses, metric, open_client
 from tests.mesh.mocks import (
     MAX_TOKENS,
     MODEL,
+    NO_COST,
     branches_of_one_engine,
     no_page_is_lost,
     one_engine,
@@ -30,13 +31,7 @@ pytestmark = pytest.mark.mesh
 
 
 async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: int = 32) -> list[list[int]]:
-    places = asyncio.Semaphore(in_flight)
-
-    async def one(prompt: list[int]) -> list[int]:
-        async with places:
-            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
-
-    return list(await asyncio.gather(*(one(p) for p in prompts)))
+    return await client.generate_all(prompts, MAX_TOKENS, salt, model=MODEL, in_flight=in_flight)
 
 
 def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh: MeshProcesses) -> None:
@@ -58,7 +53,7 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
 
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 64), (128, 16)])
 def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, prefill: int, decode: int) -> None:
-    """Prompts share prefixes, which end anywhere in a page of either side; prefill's chunks do as well."""
+    """Shared prefixes and prefill's chunks end anywhere in a page."""
     prompts = random_prompts(200)
     expected = one_engine(mock_mesh.home, prompts)
 
@@ -76,7 +71,7 @@ def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, pref
 
 
 def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesses) -> None:
-    """Decode says what differs, with both values, and computes by itself."""
+    """Decode logs the difference, with both values, and computes prompts itself."""
     prompts = random_prompts(20)
     expected = one_engine(mock_mesh.home, prompts)
 
@@ -105,7 +100,6 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
             ask = [asyncio.create_task(client.generate(p, 4, model=MODEL)) for p in prompts[:15]]
 
             def is_known() -> bool:
-                """How much prefill has to do, and how fast it is."""
                 news = client.prefills.prompt_load(prefill.instance_id)
                 return news.queued_tokens > 2000 and news.tokens_per_s > 0
 
@@ -129,16 +123,15 @@ def _computed(url: str | None) -> float:
 
 
 def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
-    """Of three decode instances one is killed, then another, with 24 streams of 8 requests under way.
+    """Two of three decode instances are killed in turn, with 24 streams of 8 requests.
 
-    Each branch moves alone and goes on with its own seed; its log-probabilities go on too.
+    Each branch moves alone, and its tokens and log-probabilities continue with its own seed.
     """
     prompts = random_prompts(8)
     drawn = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     expected = branches_of_one_engine(mock_mesh.home, prompts, drawn)
     sampling = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
-    costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -152,11 +145,11 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
             assert await asyncio.gather(*streams) == expected
             await no_page_is_lost(client)
 
-    mock_mesh.start("bootstrap", "prefill", "decode", "decode", "decode", **pace, **costless)
+    mock_mesh.start("bootstrap", "prefill", "decode", "decode", "decode", **pace, **NO_COST)
     asyncio.run(run())
 
 
-async def _each_status_is_told(client: Client) -> None:
+async def _each_status_is_reported(client: Client) -> None:
     async def status_of(role: str) -> Status:
         [record] = client.book.of_role(role)
         status = await client.bus.call(f"{record.subject}.status", StatusRequest(), Status, timeout_s=PATIENCE_S)
@@ -165,8 +158,8 @@ async def _each_status_is_told(client: Client) -> None:
         assert abs(status.now_unix_s - time.time()) < 60
         return status
 
-    told = {role: await status_of(role) for role in ("frontend", "bootstrap", "prefill", "decode")}
-    decode, prefill = told["decode"], told["prefill"]
+    statuses = {role: await status_of(role) for role in ("frontend", "bootstrap", "prefill", "decode")}
+    decode, prefill = statuses["decode"], statuses["prefill"]
     [into], [out] = decode.links, prefill.links
     assert (into.peer, out.peer) == (prefill.instance_id, decode.instance_id)
     assert (into.transfers, into.failures, into.bytes) == (out.transfers, out.failures, out.bytes)
@@ -178,9 +171,9 @@ async def _each_status_is_told(client: Client) -> None:
     assert decode.pages is not None
     assert decode.pages.total == decode.pages.free + decode.pages.cached + decode.pages.held
     assert decode.pages.exposed == 0
-    assert told["frontend"].queues == {"admission": 0}
-    assert told["frontend"].breakers == {decode.instance_id: "closed"}
-    assert decode.breakers == {prefill.instance_id: "closed", told["bootstrap"].instance_id: "closed"}
+    assert statuses["frontend"].queues == {"admission": 0}
+    assert statuses["frontend"].breakers == {decode.instance_id: "closed"}
+    assert decode.breakers == {prefill.instance_id: "closed", statuses["bootstrap"].instance_id: "closed"}
     assert set(decode.heartbeat_ages_s) == {prefill.instance_id}
 
 
@@ -189,7 +182,7 @@ def _generated(url: str) -> float:
 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
-    """Reservations wait in line, decodes are preempted: 60 requests want ten times the pages that there are."""
+    """60 requests need ten times the pages of the pool: reservations queue, decodes are preempted."""
     prompts = random_prompts(60)
     expected = one_engine(mock_mesh.home, prompts)
 
@@ -228,7 +221,7 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
     body |= {"n": 3, "logprobs": 2, "stop": stop}
 
     async def ask(decode_http: str, salt: str) -> tuple[Any, float]:
-        """The answer, and how many tokens had been generated before it."""
+        """Return the answer, and the number of tokens generated before it."""
         before = await asyncio.to_thread(_generated, decode_http)
         url, salted = f"{frontend.url}/v1/completions", body | {"cache_salt": salt}
         answer = await asyncio.to_thread(lambda: httpx.post(url, json=salted, timeout=PATIENCE_S))
@@ -242,7 +235,7 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
             assert http is not None
             answer, before = await through_prefill(client, lambda salt: ask(http, salt))
             await no_page_is_lost(client)
-            await _each_status_is_told(client)
+            await _each_status_is_reported(client)
             return answer, await asyncio.to_thread(_generated, http) - before
 
     answer, generated = asyncio.run(run())
@@ -254,6 +247,6 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
         2 * count + counted,
     )
     for choice, right, length in zip(answer["choices"], whole, (count, counted, count), strict=True):
-        assert choice["logprobs"]["token_logprobs"] == [told.logprob for told in right.logprobs[:length]]
+        assert choice["logprobs"]["token_logprobs"] == [token.logprob for token in right.logprobs[:length]]
         assert "".join(choice["logprobs"]["tokens"]) == bytes(right.token_ids[:length]).decode()
-    assert generated < 3 * count - 50, "it went on for nobody"
+    assert generated < 3 * count - 50, "it generated after the stop string"

@@ -15,18 +15,11 @@ from tests.waiting import until
 pytestmark = pytest.mark.mesh
 
 PROMPTS: Final = random_prompts(100)
-IN_FLIGHT: Final = 32
 SLOW: Final = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.02"}
 
 
 async def _ask(client: Client, salt: str) -> list[list[int]]:
-    places = asyncio.Semaphore(IN_FLIGHT)
-
-    async def one(prompt: list[int]) -> list[int]:
-        async with places:
-            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
-
-    return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))
+    return await client.generate_all(PROMPTS, MAX_TOKENS, salt, model=MODEL)
 
 
 def _ranks(role: str, number: int, kv_heads: int, page_size: int) -> dict[str, str]:
@@ -35,8 +28,7 @@ def _ranks(role: str, number: int, kv_heads: int, page_size: int) -> dict[str, s
     return {f"{prefix}{name}": str(value) for name, value in sizes.items()}
 
 
-async def _start_unequal(client: Client, prefill: int, decode: int) -> dict[str, InstanceRecord]:
-    """Both records, once all tokens have been right."""
+async def _records(client: Client, prefill: int, decode: int) -> dict[str, InstanceRecord]:
     [source] = await client.until_usable("prefill")
     [target] = await client.until_usable("decode")
     assert source.kv is not None
@@ -57,12 +49,12 @@ def test_from_two_ranks_to_four_and_prefill_loses_one(mock_mesh: MeshProcesses) 
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
-            records = await _start_unequal(client, 2, 4)
+            records = await _records(client, 2, 4)
             await _all_right(client, mock_mesh, expected)
-            asked = asyncio.create_task(_ask(client, "prefill loses a rank"))
+            streams = asyncio.create_task(_ask(client, "prefill loses a rank"))
             await asyncio.sleep(0.05)
             await ends_with_a_follower(mock_mesh.one("prefill"), records["prefill"])
-            assert await asked == expected, "decode computes what prefill does not"
+            assert await streams == expected, "decode computes what prefill does not"
 
     mock_mesh.start("bootstrap", "decode", "prefill", **_ranks("prefill", 2, 4, 16), **_ranks("decode", 4, 4, 16))
     asyncio.run(run())
@@ -74,26 +66,26 @@ def test_from_four_ranks_to_two_and_decode_loses_one(mock_mesh: MeshProcesses) -
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
-            records = await _start_unequal(client, 4, 2)
+            records = await _records(client, 4, 2)
             await _all_right(client, mock_mesh, expected)
             await asyncio.to_thread(mock_mesh.start_one, "decode", MESH_ENGINE__MOCK__KV_HEADS="2")
             await client.until_usable("decode", 2)
-            asked = asyncio.create_task(_ask(client, "decode loses a rank"))
+            streams = asyncio.create_task(_ask(client, "decode loses a rank"))
             await asyncio.sleep(0.05)
             await ends_with_a_follower(mock_mesh.one("decode"), records["decode"])
-            assert await asked == expected, "streams move, to an instance on one device"
+            assert await streams == expected, "streams move, to an instance on one device"
 
     mock_mesh.start("bootstrap", "decode", "prefill", **_ranks("prefill", 4, 2, 16), **_ranks("decode", 2, 2, 32))
     asyncio.run(run())
 
 
 def test_streams_of_an_instance_that_drains_move_at_once_when_it_loses_a_rank(mock_mesh: MeshProcesses) -> None:
-    """They stood still until the end of the drain: a worker that drained did not see that its engine had ended."""
+    """They waited until the end of the drain: a draining worker did not notice that its engine had ended."""
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
             [record] = await client.until_usable("decode")
-            asked = asyncio.create_task(client.generate(PROMPTS[0], 400, model=MODEL, salt="drains"))
+            streams = asyncio.create_task(client.generate(PROMPTS[0], 400, model=MODEL, salt="drains"))
             await until(lambda: any(beat.num_running for beat in client.beats("decode")))
             draining = mock_mesh.one("decode")
             await asyncio.to_thread(
@@ -103,7 +95,7 @@ def test_streams_of_an_instance_that_drains_move_at_once_when_it_loses_a_rank(mo
             draining.popen.terminate()
             await until(lambda: "draining" in draining.logged())
             await ends_with_a_follower(draining, record)
-            assert len(await asked) == 400
+            assert len(await streams) == 400
 
     mock_mesh.start("decode", **_ranks("decode", 2, 2, 16), **SLOW, MESH_DECODE_DRAIN_TIMEOUT_S="1000")
     asyncio.run(run())

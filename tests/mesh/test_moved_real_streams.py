@@ -58,7 +58,7 @@ async def tokens_of(client: Client, prompt_ids: list[int], temperature: float) -
 
 
 async def busy_decode(client: Client, mesh: MeshProcesses) -> Worker:
-    """The one that has the stream."""
+    """Return the decode that has the stream."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             for record in client.decodes.usable():
@@ -72,7 +72,7 @@ async def busy_decode(client: Client, mesh: MeshProcesses) -> Worker:
 def test_a_killed_decode_changes_no_token_of_its_stream(
     bfloat16_mesh: MeshProcesses, real_model_dir: Path, temperature: float
 ) -> None:
-    """In bfloat16 the tokens diverged: the other decode computed those before the kill as a prompt, with other roundings."""
+    """In bfloat16 the tokens diverged: the other decode computed earlier tokens as a prompt, with other rounding."""
 
     tokenizer = AutoTokenizer.from_pretrained(real_model_dir)
     prompt_ids = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]

@@ -1,7 +1,6 @@
-"""What clients see while etcd or NATS fails, in parts or as a whole: answers as always, for no worker has failed.
+"""Clients notice nothing while members of etcd or NATS, or all of them, fail.
 
-The servers are clusters of three. Each outage of etcd outlasts the leases. Streams run through all outages, and new
-requests come all the time. `make outages` has longer ones.
+Each outage of etcd outlasts the leases. Streams and short requests run all the time. `make outages` has longer outages.
 """
 
 import asyncio
@@ -52,12 +51,11 @@ OUTAGES: Final = [
     Outage("all of NATS restarts", all_nats_restarted, 0.5, silence_s=4.0, answer_s=5.0, disaggregated=False),
 ]
 
-GONE_S: Final = 3.0  # the lost decode has been noticed, and its lease has run out
+GONE_S: Final = 3.0  # until decode's loss is noticed and its lease has expired
 
 
 @pytest.fixture(scope="module")
 def mesh(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutageMesh]:
-    """One for all outages of this module."""
     with outage_mesh(preloaded, tmp_path_factory.mktemp("outages"), STREAM_TOKENS) as under_load:
         yield under_load
 
@@ -68,9 +66,9 @@ def test_clients_notice_nothing_when(outage: Outage, mesh: OutageMesh) -> None:
 
 
 def test_streams_of_a_killed_decode_move_and_are_counted(mesh: OutageMesh) -> None:
-    """Or no test above would prove that nothing moved. It comes last: it replaces a process of the module's mesh."""
+    """So the tests above can fail. It comes last: it replaces a process of the mesh."""
     mesh.load.until_calm()
-    mesh.load.decodes = []  # the metrics of one of them end here
+    mesh.load.decodes = []  # one of them ends here
     with mesh.load.window() as seen:
         mesh.decodes[0].kill()
         mesh.processes.start("decode")
@@ -83,7 +81,7 @@ def test_streams_of_a_killed_decode_move_and_are_counted(mesh: OutageMesh) -> No
 
 
 def test_requests_wait_while_the_only_decode_starts_again(mock_mesh: MeshProcesses) -> None:
-    """A restart of the last decode took its requests with it: each got 503 at once."""
+    """While the last decode restarted, each request got 503 at once."""
     answers: list[httpx.Response] = []
 
     async def ask_on(http: httpx.AsyncClient, over: asyncio.Event) -> None:

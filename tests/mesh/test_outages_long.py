@@ -1,4 +1,4 @@
-"""make outages: what clients see while etcd is away for longer than any timeout: nothing. Seventeen minutes in all."""
+"""make outages: clients notice nothing while etcd is away for longer than any time limit. It takes 17 minutes."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.outages, pytest.mark.timeout(15 * MI
 
 @pytest.fixture(scope="module")
 def mesh(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutageMesh]:
-    """One for all outages of this module, with streams of two minutes."""
+    """A mesh with streams of two minutes."""
     with outage_mesh(preloaded, tmp_path_factory.mktemp("outages"), STREAM_TOKENS) as under_load:
         yield under_load
 

@@ -1,4 +1,4 @@
-"""Prefill and decode instances that cut their KV into pages of different sizes, with a model that computes it."""
+"""Prefill and decode instances with pages of different sizes, with a model that computes its KV."""
 
 import asyncio
 import random
@@ -11,6 +11,7 @@ import pytest
 from components.wire.instances import InstanceRecord
 from tests.mesh.conftest import save_windowed
 from tests.mesh.harness import Client, MeshProcesses, metric, open_client
+from tests.mesh.mocks import no_page_is_lost
 from tests.mesh.through_prefill import through_prefill
 from tests.waiting import until
 
@@ -22,7 +23,7 @@ DECODE_PAGE: Final = 64
 
 
 def _prompts() -> list[list[int]]:
-    """36 of up to 600 tokens: families that begin alike for a length around pages of each size, or in the middle of one."""
+    """36 of up to 600 tokens, in families whose common prefix ends near an edge of a page or inside one."""
     draw = random.Random(4)
 
     def tokens(count: int) -> list[int]:
@@ -33,19 +34,13 @@ def _prompts() -> list[list[int]]:
 
 
 async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list[int]]:
-    places = asyncio.Semaphore(4)
-
-    async def one(prompt: list[int]) -> list[int]:
-        async with places:
-            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
-
-    return list(await asyncio.gather(*(one(p) for p in prompts)))
+    return await client.generate_all(prompts, MAX_TOKENS, salt, model=MODEL, in_flight=4)
 
 
 async def _ask_twice(
     client: Client, prompts: list[list[int]], prefill: InstanceRecord, salt: str
 ) -> tuple[Any, Any, float]:
-    """Both rounds' answers, and the bytes that prefill sent."""
+    """Return both rounds' answers, and the bytes that prefill sent."""
     before = _sent_bytes(prefill)
     first, second = await _ask(client, prompts, salt), await _ask(client, prompts, salt)
     return first, second, _sent_bytes(prefill) - before
@@ -59,9 +54,9 @@ def _sent_bytes(prefill: InstanceRecord) -> float:
 def test_tokens_are_those_of_aggregated_serving(
     tiny_mesh: MeshProcesses, tmp_path_factory: pytest.TempPathFactory, window: int | None
 ) -> None:
-    """With smaller pages at prefill, then with larger ones; pages that every layer has left are not sent.
+    """Pages of prefill are smaller than decode's, then larger. Pages outside of the window are not sent.
 
-    The second round finds all prompts in decode's prefix cache but for their last pages, and those move.
+    In the second round decode has all pages cached but the last ones of the prompts, which are sent.
     """
     if window is not None:
         tiny_mesh.env = {**tiny_mesh.env, "MESH_ENGINE__LOAD_FORMAT": "dummy"}
@@ -80,8 +75,7 @@ def test_tokens_are_those_of_aggregated_serving(
                 assert worker.kv.layout.page_size == page_size
                 first, second, sent = await through_prefill(client, partial(_ask_twice, client, prompts, worker))
                 assert first == second == expected
-                for beat in await client.until_quiet():
-                    assert beat.free_pages + beat.cached_pages == beat.total_pages
+                await no_page_is_lost(client)
                 assert 0 < sent <= 2 * most * DECODE_PAGE * worker.kv.layout.page_bytes / page_size
                 assert await asyncio.to_thread(prefill.terminate) == 0
                 await until(lambda: not client.prefills.usable())

@@ -1,4 +1,4 @@
-"""A real mesh on one box with mock engines, and a real planner that grows it under load and shrinks it after."""
+"""A real planner grows a mesh of mock engines under load, and shrinks it afterwards."""
 
 import asyncio
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def env(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> dict[st
         "MESH_NAMESPACE": namespace,
         "MESH_STATE_DIR": str(tmp_path),
         "MESH_LOG_FORMAT": "json",
-        "MESH_LEASE_TTL_S": "10",  # nobody dies here
+        "MESH_LEASE_TTL_S": "10",  # no process dies here
     }
 
 
@@ -57,7 +57,7 @@ def mesh(run_service: RunService, env: dict[str, str]) -> Iterator[tuple[Service
 
 
 class Load:
-    """Requests at a rate that can be changed; each prompt is new to every cache."""
+    """Uncached prompts at a rate that can be changed."""
 
     def __init__(self, url: str) -> None:
         self.per_s = 0.0
@@ -66,7 +66,6 @@ class Load:
         self._sent = 0
 
     async def run(self) -> None:
-        """Until cancelled."""
         async with httpx.AsyncClient(timeout=PATIENCE_S) as client, asyncio.TaskGroup() as tasks:
             while True:
                 if self.per_s:
@@ -75,7 +74,7 @@ class Load:
                 await asyncio.sleep(1 / (self.per_s or 20))
 
     async def finish(self) -> None:
-        """Until all are answered."""
+        """Stop, and wait for all answers."""
         self.per_s = 0.0
         await until(lambda: self.answered == self._sent, lambda: f"{self.answered} of {self._sent}")
 
@@ -102,7 +101,7 @@ def test_a_mesh_grows_under_load_and_shrinks_after_and_no_request_fails(
         load = Load(url)
         running = asyncio.create_task(load.run())
         try:
-            load.per_s = 4.5  # 1.35 workers' work
+            load.per_s = 4.5  # the work of 1.35 workers
             await until_logged(process, "starting prefill-1")
             await until_logged(planner, '"before": 1, "after": 2')
             await load.finish()

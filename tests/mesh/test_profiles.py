@@ -1,4 +1,4 @@
-"""A torch trace of one worker alone, taken while it serves, by the command line that users have."""
+"""`inspect profile`: a torch trace of one worker while it serves."""
 
 import asyncio
 import gzip
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 RunService = Callable[..., Any]
 WIDE: Final = {"COLUMNS": "240"}
 WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
-SHORTER_THAN_PROFILE_S: Final = 50.0  # a command that waits for the end of a profile takes 60 s
+SHORTER_THAN_PROFILE_S: Final = 50.0  # the profile takes 60 s
 PROMPT: Final = [3 + i % 400 for i in range(200)]
 
 
@@ -35,11 +35,10 @@ class Inspect:
         self._where += ["--state-dir", str(home)]
 
     def start(self, *args: str) -> Any:
-        """A process."""
         return self._run_service("services.inspect", "profile", *args, *self._where, env=WIDE)
 
     async def run(self, *args: str) -> tuple[int, str]:
-        """In this process, where it begins at once. One at a time: it replaces sys.stdout."""
+        """Run it in this process, where it starts at once. One at a time: it replaces sys.stdout."""
         command = ["profile", *args, *self._where]
         result = await asyncio.to_thread(CliRunner().invoke, inspect_main.app, command, env=WIDE)
         return result.exit_code, result.output
@@ -61,7 +60,7 @@ def read(path: Path) -> Any:
 
 
 async def keep_busy(client: Client, stop: asyncio.Event) -> int:
-    """Requests one after the other, each another prompt; how many came back whole."""
+    """Send different prompts, one at a time; return the number of answers."""
     answered = 0
     while not stop.is_set():
         tokens = await client.generate([5 + answered % 400, *PROMPT], 8, model="tiny")
@@ -95,7 +94,7 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
     for role, trace in traces.items():
         assert trace["role"] == role
         computed = [e for e in trace["traceEvents"] if e.get("cat") == "cpu_op"]
-        assert {e["pid"] for e in computed} == {records[role].pid}, "nobody else's work"
+        assert {e["pid"] for e in computed} == {records[role].pid}, "only its own work"
         assert len([e for e in trace["traceEvents"] if e["name"] == "Record Window End"]) > 1, "all of its segments"
         assert any(e["name"] in ("aten::linear", "aten::mm", "aten::addmm") for e in computed)
     assert {name for name in forwards(traces["decode"]) if "1 decodes" in name}
@@ -110,9 +109,9 @@ async def test_a_second_profile_of_a_worker_is_refused_by_its_name_and_the_first
         [record] = await client.until_usable("prefill")
         first = inspect.start("prefill", "--seconds", "5", "--out", str(tmp_path / "first.json.gz"))
         await asyncio.to_thread(first.wait_for_log, "recording")
-        code, said = await inspect.run("prefill", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
+        code, output = await inspect.run("prefill", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
         assert code == 1
-        assert f"prefill {record.instance_id} is being profiled already" in said
+        assert f"prefill {record.instance_id} is being profiled already" in output
         assert not list(tmp_path.glob("second*"))
         assert await asyncio.to_thread(first.exit_code) == 0, first.logged()
     assert f"prefill {record.instance_id} was idle: it computed nothing" in first.logged()
@@ -124,11 +123,11 @@ async def test_the_worker_to_profile_must_be_named_and_one_that_dies_is_reported
 ) -> None:
     async with open_client(shared_tiny_mesh, "tiny") as client:
         records = await client.until_usable("decode", 2)
-        code, said = await inspect.run("decode")
+        code, output = await inspect.run("decode")
         assert code == 1
-        assert "which one?" in said
+        assert "which one?" in output
         for record in records:
-            assert record.instance_id in said
+            assert record.instance_id in output
         victim = [worker for worker in shared_tiny_mesh.workers if worker.role == "decode"][1]
         profiled = next(r for r in records if r.pid == victim.popen.pid)
         begun = inspect.start(
@@ -165,10 +164,10 @@ async def test_without_such_a_worker_or_with_one_that_computes_nothing_it_is_one
         etcd_url, nats_url, namespace, tmp_path, "mock", {"MESH_ENGINE__NUM_PAGES": "64"}, preloaded
     ) as mesh:
         inspect = Inspect(run_service, mesh, tmp_path)
-        code, said = await inspect.run("prefill")
-        assert (code, said.count("\n")) == (1, 1)
-        assert "no prefill instance registered in etcd" in said
+        code, output = await inspect.run("prefill")
+        assert (code, output.count("\n")) == (1, 1)
+        assert "no prefill instance registered in etcd" in output
         mesh.start("prefill")
-        code, said = await inspect.run("prefill")
+        code, output = await inspect.run("prefill")
     assert code == 1
-    assert "this worker runs the mock engine, which computes nothing: profile one with a model" in said
+    assert "this worker runs the mock engine, which computes nothing: profile one with a model" in output

@@ -1,6 +1,6 @@
-"""A real Prometheus scrapes a real mesh: its pages are what docs/metrics.md lists, and "decode-only" fires when it must.
+"""A real Prometheus scrapes a real mesh: docs/metrics.md lists all metrics, and the alert "decode-only" fires.
 
-A mesh whose prefill workers were all refused ran decode-only, and every metric stayed green.
+A mesh whose prefill workers were all refused ran decode-only, and no metric showed it.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 def quick_rules() -> str:
-    """The rules as they are, but in seconds."""
+    """The rules of the deployment, with windows of seconds."""
     text = re.sub(r"\[(\w+)\]", lambda window: f"[{QUICK[window[1]]}]", RULES.read_text())
     return re.sub(r"for: \w+", "for: 1s", text)
 
@@ -49,7 +49,6 @@ def page_of(worker: Worker) -> str:
 
 @contextmanager
 def prometheus(targets: str, home: Path) -> Iterator[str]:
-    """Yields its URL."""
     port = free_port()
     (home / "rules.yml").write_text(quick_rules())
     discovery = {"url": targets, "refresh_interval": "1s"}
@@ -99,10 +98,10 @@ class Watched:
                 try:
                     if await self.value(query) >= at_least:
                         return
-                except httpx.TransportError:  # it does not listen yet
+                except httpx.TransportError:  # it is starting
                     pass
                 except httpx.HTTPStatusError as exc:
-                    if exc.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # it reads its data
+                    if exc.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # it loads its data
                         raise
                 await asyncio.sleep(0.2)
 
@@ -112,13 +111,13 @@ class Watched:
                 await asyncio.sleep(0.2)
 
     async def until_quiet(self) -> None:
-        """A process that stalled for a moment may have raised an alert, which ends with its window."""
+        """A process that stalled may have raised an alert, which ends with its window."""
         async with asyncio.timeout(PATIENCE_S):
             while await self.firing():
                 await asyncio.sleep(0.2)
 
     async def send(self) -> None:
-        """Prompts that no cache has, until cancelled."""
+        """Send uncached prompts until cancelled."""
         draw = random.Random(1)
         while True:
             prompt = [draw.randrange(256) for _ in range(100)]
@@ -142,7 +141,7 @@ async def watched(mesh: MeshProcesses, home: Path) -> AsyncIterator[Watched]:
 def check_pages(mesh: MeshProcesses) -> None:
     pages = {worker.role: httpx.get(f"{page_of(worker)}/metrics", timeout=PATIENCE_S).text for worker in mesh.workers}
     for role, page in pages.items():
-        told = subprocess.run(
+        checked = subprocess.run(
             ["promtool", "check", "metrics"],
             input=page,
             text=True,
@@ -150,7 +149,7 @@ def check_pages(mesh: MeshProcesses) -> None:
             check=False,
             timeout=PATIENCE_S,
         )
-        assert (told.returncode, told.stdout + told.stderr) == (0, ""), role
+        assert (checked.returncode, checked.stdout + checked.stderr) == (0, ""), role
     expected = rows(pages)
     assert documented_rows() == expected, "docs/metrics.md should list:\n" + "\n".join(expected)
 
@@ -159,11 +158,11 @@ class Query(NamedTuple):
     panel: str
     letter: str
     expression: str
-    labels: frozenset[str]  # of a series, which its legend shows
+    labels: frozenset[str]  # that the legend of a series shows
 
 
 def queries(namespace: str) -> list[Query]:
-    """All of the dashboard, as Grafana asks them of this mesh; windows are short, as the mesh is young."""
+    """Return all queries of the dashboard for this mesh, with short windows."""
     found = []
     for panel in json.loads(DASHBOARD.read_text())["panels"]:
         for target in panel.get("targets", []):
@@ -175,27 +174,26 @@ def queries(namespace: str) -> list[Query]:
 
 
 async def check_dashboard(seen: Watched, namespace: str) -> None:
-    """Each query has data in a mesh that works, failures as zeros; and series have the labels that their legends name."""
-    asked = queries(namespace)
-    assert len(asked) > 30
+    """Each query must have data, failures as zeros, and series the labels of their legends."""
+    every = queries(namespace)
+    assert len(every) > 30
     with suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):  # a rate needs two samples
-            while await _quiet(seen, asked):
+            while await _without_data(seen, every):
                 await asyncio.sleep(0.5)
-    assert await _quiet(seen, asked) == set()
-    for one in asked:
-        for answer in await _series(seen, one):  # one at 0 may stand for what has no cause
+    assert await _without_data(seen, every) == set()
+    for one in every:
+        for answer in await _series(seen, one):  # a 0 may replace series with labels
             assert one.labels <= answer["metric"].keys() or float(answer["value"][1]) == 0, (one, answer)
     assert await seen.ask("label/namespace/values", **{"match[]": "kvmesh_build_info"}) == [namespace]  # of the menu
 
 
-async def _quiet(seen: Watched, asked: list[Query]) -> set[tuple[str, str]]:
-    """Queries without data."""
-    return {(one.panel, one.letter) for one in asked if not await _series(seen, one)}
+async def _without_data(seen: Watched, every: list[Query]) -> set[tuple[str, str]]:
+    return {(one.panel, one.letter) for one in every if not await _series(seen, one)}
 
 
-async def _series(seen: Watched, asked: Query) -> list[Any]:
-    found = (await seen.ask("query", query=asked.expression))["result"]
+async def _series(seen: Watched, query: Query) -> list[Any]:
+    found = (await seen.ask("query", query=query.expression))["result"]
     return [one for one in found if one["value"][1] != "NaN"]
 
 

@@ -1,4 +1,4 @@
-"""What `inspect route` says is what a request then meets, asked of real services."""
+"""`inspect route` shows the instances that a request then gets, with real services."""
 
 import asyncio
 import re
@@ -31,7 +31,7 @@ def _shown(mesh: MeshProcesses, text: str) -> str:
 
 
 def _shown_with(mesh: MeshProcesses, text: str, fits: Callable[[str], bool]) -> str:
-    """The same, once it fits."""
+    """Wait until the output fits."""
     shown = ""
 
     def does_fit() -> bool:
@@ -44,7 +44,7 @@ def _shown_with(mesh: MeshProcesses, text: str, fits: Callable[[str], bool]) -> 
 
 
 def _ask(url: str, text: str) -> int:
-    """Prompt tokens that prefill or decode had cached."""
+    """Send a prompt; return its cached tokens."""
     body = {"model": MODEL, "prompt": text, "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     answer.raise_for_status()
@@ -62,14 +62,14 @@ def test_the_route_of_a_prompt_is_reported_with_its_reasons_and_nothing_is_sent(
     pages = len(STORY) // 16 * 16
     longer = STORY + "One night the cat was gone, and so were the tides, and nobody knew why. " * 2
     cached = f"{pages} of {len(longer)} tokens cached"
-    shown = _shown_with(mock_mesh, longer, lambda shown: shown.count(cached) >= 2)  # both have told of their pages
+    shown = _shown_with(mock_mesh, longer, lambda shown: shown.count(cached) >= 2)  # both have reported their pages
     rows = [re.split(r"\s*│\s*", line) for line in shown.splitlines() if line.startswith("│ →")]
     assert [row[3] for row in rows] == [str(pages)] * 2, "the one chosen has it, of both phases"
     assert _ask(frontend.url, longer) == pages
 
 
 def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcesses) -> None:
-    """With the default of each phase the same prompt meets the instances again that have it."""
+    """The default policies would choose the instances that have the prompt cached."""
     *_, frontend = mock_mesh.start(
         *("bootstrap", "prefill", "prefill", "decode", "decode", "frontend"),
         MESH_FRONTEND_DECODE_POLICY="round_robin",
@@ -83,5 +83,5 @@ def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcess
     found = traces_since(mock_mesh.home, 0, 4, {"frontend.route", "decode.choose_prefill"})
     traces = [{span.name: span.attributes for span in spans} for spans in found]
     decodes = Counter(spans["frontend.route"]["kvmesh.decode.instance"] for spans in traces)
-    assert sorted(decodes.values()) == [2, 2], "they take turns, whatever they have cached"
+    assert sorted(decodes.values()) == [2, 2], "they take turns, despite cached prompts"
     assert len({spans["decode.choose_prefill"]["kvmesh.prefill.instance"] for spans in traces}) == 1

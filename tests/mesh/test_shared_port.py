@@ -25,7 +25,6 @@ def port() -> int:
 
 
 def ready(worker: Worker) -> dict[str, str]:
-    """What it said when it was."""
     line = next(x for x in worker.logged().splitlines() if '"event": "ready"' in x)
     return dict(json.loads(line))
 
@@ -36,7 +35,6 @@ def read(url: str) -> str:
 
 
 def instance_of(page: str) -> str:
-    """Whose metrics these are."""
     return page.partition('kvmesh_build_info{instance_id="')[2].partition('"')[0]
 
 
@@ -49,7 +47,7 @@ def request(max_tokens: int, *, close: bool) -> bytes:
 
 
 class Load:
-    """Clients that ask one request after the other, half of them on a new connection each time."""
+    """Clients that send one request at a time, half of them on a new connection each time."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -68,7 +66,7 @@ class Load:
                 self.over = True
 
     async def until(self, answered: int) -> None:
-        """Wait for so many answers more."""
+        """Wait for `answered` further answers."""
         wanted = self.answered + answered
         await until(lambda: self.answered >= wanted, lambda: f"{wanted} answers: {self.answered}, {self.failed[-5:]}")
 
@@ -86,7 +84,7 @@ class Load:
                 self.failed.append(repr(exc))
 
     async def _ask(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, close: bool) -> None:
-        """One request after the other, until the server says that the connection ends."""
+        """Send requests until the server ends the connection."""
         last = False
         while not (last or self.over):
             writer.write(request(4, close=close))
@@ -96,7 +94,7 @@ class Load:
 
 
 async def whole_answer(reader: asyncio.StreamReader) -> bool:
-    """Read it to its end; whether the connection is closed after it."""
+    """Read an answer; return whether the connection closes after it."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
     body = await reader.readuntil(END)
@@ -125,7 +123,7 @@ async def test_a_frontend_that_stops_loses_no_request_and_one_that_is_killed_onl
 
 
 async def until_served(frontends: list[Worker]) -> None:
-    """Wait until each of them lists the model, by what its own page says."""
+    """Wait until the page of each lists the model."""
     async with asyncio.timeout(PATIENCE_S):
         for worker in frontends:
             while not json.loads(await asyncio.to_thread(read, f"{ready(worker)['metrics']}/health"))["models"]:
@@ -133,7 +131,7 @@ async def until_served(frontends: list[Worker]) -> None:
 
 
 async def each_has_a_page_of_its_own(mesh: MeshProcesses, frontends: list[Worker], url: str) -> None:
-    """Etcd knows both addresses, and the page on the shared port says whose it is."""
+    """Both addresses are in etcd, and the page on the shared port names its instance."""
     names = {ready(worker)["instance"] for worker in frontends}
     pages = [await asyncio.to_thread(read, f"{ready(worker)['metrics']}/metrics") for worker in frontends]
     assert {instance_of(page) for page in pages} == names

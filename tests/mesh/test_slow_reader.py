@@ -1,4 +1,4 @@
-"""A client that stops reading: what waits for it is bounded, it is cut off in time, and no other client notices."""
+"""A client that stops reading: its buffers are bounded, it is disconnected, and others are unaffected."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.mesh.harness import MeshProcesses, metric, open_client
-from tests.mesh.mocks import MODEL, no_page_is_lost
+from tests.mesh.mocks import MODEL, NO_COST, no_page_is_lost
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.mesh
@@ -20,12 +20,11 @@ pytestmark = pytest.mark.mesh
 READERS: Final = 3
 CUT_OFF_S: Final = 3.0
 MAX_GROWTH: Final = 48 * 2**20  # bytes of the frontend
-FAST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 BODY: Final[dict[str, Any]] = {"model": MODEL, "prompt": "a", "ignore_eos": True, "stream": True}
 
 
 def deaf(url: str, **fields: Any) -> socket.socket:
-    """A request whose client has read the headers and reads nothing more."""
+    """Send a request, and read no more than its headers."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -56,7 +55,7 @@ def test_readers_that_stop_cost_bounded_memory_and_are_cut_off_while_others_stre
         MESH_FRONTEND_CLIENT_TIMEOUT_S=str(CUT_OFF_S),
         MESH_ENGINE__MOCK__SPEEDUP="1",
         MESH_ENGINE__MOCK__STEP_S="0.002",
-        **FAST,
+        **NO_COST,
     )
     url = frontend.url
     wait_until(frontend.models)

@@ -1,4 +1,4 @@
-"""What one client does is not seen by another one: through real processes, with mock engines."""
+"""One API key sees nothing of another one, through real processes with mock engines."""
 
 import time
 from collections.abc import Iterator
@@ -23,14 +23,13 @@ BURST_S: Final = 10
 
 @pytest.fixture
 def http(mock_mesh: MeshProcesses) -> Iterator[httpx.Client]:
-    """A client of its frontend."""
     pace = {"SPEEDUP": "1", "STEP_S": "0.005", "PROMPT_TOKEN_S": "0", "ANSWER_TOKENS": "0"}
     mock_mesh.start(
         "decode",
         "frontend",
         MESH_FRONTEND_API_KEYS=",".join(f"{name}:{key}" for name, key in KEYS.items()),
         MESH_TRACES_PER_S=str(TRACES_PER_S),
-        MESH_FRONTEND_SLOW_TTFT_S="60",  # so that none is kept as slow
+        MESH_FRONTEND_SLOW_TTFT_S="60",  # none is kept as slow
         MESH_DECODE_MAX_LOCAL_PREFILL="4096",
         **{f"MESH_ENGINE__MOCK__{name}": value for name, value in pace.items()},
     )
@@ -85,6 +84,6 @@ def test_another_key_sees_no_prefix_no_response_and_no_more_traces(
         )
         assert answer.status_code == 200
     most = TRACES_PER_S * (BURST_S + time.monotonic() - began + 1)
-    time.sleep(1)  # the last spans are on their way to the disk
+    time.sleep(1)  # until the last spans are on disk
     spans = TraceStore(mock_mesh.home).trace(TRACE_ID)
     assert sum(span.name.startswith("text_completion") for span in spans) <= most

@@ -1,29 +1,22 @@
-"""What takes too long between prefill and decode is given up on both sides, in real processes; the client sees only latency."""
+"""Waits between prefill and decode that take too long end on both sides, and the client sees only latency."""
 
 import asyncio
 import time
 
 import pytest
 
-from tests.mesh.harness import Client, MeshProcesses, open_client
-from tests.mesh.mocks import MODEL
+from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.mocks import MODEL, NO_COST, no_page_is_lost
 from tests.waiting import until
 
 pytestmark = pytest.mark.mesh
 
-COSTLESS = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("STEP_S", "DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
-
-async def _no_page_is_lost(client: Client) -> None:
-    for beat in await client.until_quiet():
-        assert beat.free_pages + beat.cached_pages == beat.total_pages
-
-
-def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_and_decode_hears(
+def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_and_decode(
     mock_mesh: MeshProcesses,
 ) -> None:
     """A stream of decode holds nearly all of its pages for about four seconds."""
-    paced = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
+    paced = {**NO_COST, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -35,7 +28,7 @@ def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_a
             gave_up = "decode did not offer its pages within 0.5 s"
             assert gave_up in prefill.logged()
             assert gave_up in decode.logged(), "prefill reports it"
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
 
     mock_mesh.start("bootstrap")
     prefill = mock_mesh.start_one("prefill", MESH_BOOTSTRAP_TIMEOUT_S="0.5")
@@ -46,7 +39,12 @@ def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_a
 
 def test_a_transfer_that_takes_too_long_is_given_up(mock_mesh: MeshProcesses) -> None:
     """Prefill would need four seconds for this prompt, decode none."""
-    slow = {**COSTLESS, "MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__PROMPT_TOKEN_S": "0.04"}
+    slow = {
+        **NO_COST,
+        "MESH_ENGINE__MOCK__SPEEDUP": "1",
+        "MESH_ENGINE__MOCK__STEP_S": "0",
+        "MESH_ENGINE__MOCK__PROMPT_TOKEN_S": "0.04",
+    }
 
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
@@ -57,7 +55,7 @@ def test_a_transfer_that_takes_too_long_is_given_up(mock_mesh: MeshProcesses) ->
             assert await client.generate(range(100), 5, model=MODEL, salt="late") == expected
             assert time.monotonic() - started >= 0.5
             assert "in 0.5 s" in decode.logged(), "decode did not wait for prefill, which would need four seconds"
-            await _no_page_is_lost(client)
+            await no_page_is_lost(client)
             assert "transfer failed" in prefill.logged()
 
     _, decode = mock_mesh.start("bootstrap", "decode", MESH_TRANSFER_TIMEOUT_S="0.5")

@@ -1,4 +1,4 @@
-"""The real model through the whole mesh: the ids are transformers' own, and the KV really moved."""
+"""The real model through the whole mesh: the ids are those of transformers, and all KV is transferred."""
 
 import asyncio
 import time
@@ -21,20 +21,18 @@ PAGE_SIZE: Final = 16
 
 @pytest.fixture(scope="module")
 def prompts(real_model_dir: Path) -> list[list[int]]:
-    """See `make_prompts`."""
     return make_prompts(real_model_dir)
 
 
 def test_the_ids_in_the_file_are_those_that_transformers_generates(
     real_model_dir: Path, prompts: list[list[int]]
 ) -> None:
-    """A chat's, and those of a prompt that ends inside a page: the file belongs to this model and this transformers."""
+    """For a chat, and a prompt that ends inside a page."""
     some = [3, 24]
     assert generate(real_model_dir, [prompts[i] for i in some], [8, 8]) == [written()[i][:8] for i in some]
 
 
 def test_prompts_give_transformers_own_ids_one_at_a_time(real_mesh: MeshProcesses, prompts: list[list[int]]) -> None:
-    """Chats, which begin alike, and exact lengths."""
     some = [1, 6, 11, 17, 24, 30]
     expected = [written()[i] for i in some]
 
@@ -52,8 +50,6 @@ def test_prompts_give_transformers_own_ids_one_at_a_time(real_mesh: MeshProcesse
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the mesh made of all prompts."""
-
     answers: list[list[int]]
     prompt_tokens: float  # that decode computed
     page_bytes: int
@@ -62,7 +58,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
-    """All of them, eight in flight. A salt each: chats begin alike, and a hit would spare pages."""
+    """All prompts, eight in flight. Each has a salt: a prefix hit would save pages."""
 
     async def run() -> tuple[list[list[int]], float, int, int]:
         async with open_client(real_mesh, MODEL) as client:
@@ -73,7 +69,7 @@ def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
             http = decode.http
 
             async def ask(salt: str) -> tuple[list[list[int]], float, int]:
-                """Also the prompt tokens that decode computed meanwhile, and when it began."""
+                """Return the answers, the prompt tokens that decode computed, and the start."""
                 began_ns = time.time_ns()
                 before = metric(http, "kvmesh_prompt_tokens_total")
                 places = asyncio.Semaphore(8)
@@ -99,10 +95,7 @@ def test_32_prompts_give_transformers_own_ids_with_8_in_flight(together: Served)
 def test_kv_moves_as_pages_over_nixl_and_decode_computes_no_prompt_token(
     together: Served, prompts: list[list[int]]
 ) -> None:
-    """Prefill reports pages times page bytes, request by request; test_nixl_transfer.py compares its count with NIXL's.
-
-    That these bytes are the right ones, the ids prove: decode computes no prompt token, so it has them from there.
-    """
+    """Prefill reports pages times page bytes for each request; test_nixl_transfer.py compares this with NIXL's count."""
     assert together.prompt_tokens == 0
     moved = []
     for spans in together.traces:

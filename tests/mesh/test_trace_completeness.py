@@ -1,8 +1,7 @@
-"""Every path of a request through one mesh: its trace is a tree, and the phases say where the time went.
+"""Every path of a request through one mesh: its trace is a tree, and its phases cover the time.
 
-That of embeddings is in test_embeddings_mesh.py, as the mock engine makes none.
-
-Tests run in order: prefill, then bootstrap come later, and the last tests kill workers.
+Embeddings are in test_embeddings_mesh.py: the mock engine makes none. Tests run in order: later ones start prefill and
+bootstrap, the last ones kill workers.
 """
 
 import secrets
@@ -53,13 +52,13 @@ def mesh(
 
 @pytest.fixture(scope="module")
 def http(mesh: MeshProcesses) -> Iterator[httpx.Client]:
-    """A frontend that samples no request and keeps each as slow, so that others export what they held of it."""
+    """A frontend that samples no request but keeps each as slow, so that other processes export the spans they hold."""
     yield from _frontend(mesh, MESH_TRACES_PER_S="0", MESH_FRONTEND_SLOW_TTFT_S="0.000001")
 
 
 @pytest.fixture(scope="module")
 def sampling(mesh: MeshProcesses) -> Iterator[httpx.Client]:
-    """A frontend that samples every request: a process that is killed has exported a part of its spans."""
+    """A frontend that samples every request, so that a killed process has exported some of its spans."""
     yield from _frontend(mesh, MESH_TRACES_PER_S="inf")
 
 

@@ -7,6 +7,7 @@ from typing import Final
 import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.mocks import no_page_is_lost
 from tests.mesh.through_prefill import through_prefill
 from tests.waiting import until
 
@@ -23,17 +24,11 @@ def _prompts() -> list[list[int]]:
 
 
 async def _ask(client: Client, salt: str) -> list[list[int]]:
-    places = asyncio.Semaphore(3)
-
-    async def one(prompt: list[int]) -> list[int]:
-        async with places:
-            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
-
-    return list(await asyncio.gather(*(one(prompt) for prompt in _prompts())))
+    return await client.generate_all(_prompts(), MAX_TOKENS, salt, model=MODEL, in_flight=3)
 
 
 def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
-    """From one rank to two and from four, which share two KV heads, to two; with pages of other sizes, verified."""
+    """From one rank to two, and from four, which share two KV heads, to two; page sizes differ, KV is verified."""
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:
@@ -56,8 +51,7 @@ def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
                 assert worker.kv is not None
                 assert len(worker.kv.devices) == int(size)
                 assert await through_prefill(client, lambda salt: _ask(client, salt)) == expected
-                for beat in await client.until_quiet():
-                    assert beat.free_pages + beat.cached_pages == beat.total_pages
+                await no_page_is_lost(client)
                 assert await asyncio.to_thread(prefill.terminate) == 0
                 await until(lambda: not client.prefills.usable())
             assert "prefill instance not used" not in decode.logged()

@@ -1,4 +1,4 @@
-"""Prompts that prefill computes, all of them: asked again if a stalled process sent some to decode."""
+"""Prompts that prefill computes: they are sent again if decode computed some because a process stalled."""
 
 import asyncio
 from collections import Counter
@@ -19,7 +19,7 @@ ON_DECODE: Final = "kvmesh_prompts_computed_on_decode_total"
 
 
 async def through_prefill(client: Client, ask: Callable[[str], Awaitable[T]]) -> T:
-    """Return what `ask` returned, once prefill computed each of its prompts. `ask` gets a salt, a new one each time.
+    """Call `ask` with new salts until prefill computes all its prompts, and return its result.
 
     Decode rightly computes a prompt itself while prefill or bootstrap does not answer for 1.5 s. A busy machine may stall
     a process for that long.
@@ -37,9 +37,9 @@ async def through_prefill(client: Client, ask: Callable[[str], Awaitable[T]]) ->
 
 
 async def _until_prefill_is_used(client: Client) -> None:
-    """One prompt at a time: it is the one that closes a circuit breaker."""
+    """Send one prompt at a time, until it has closed the circuit breaker."""
     model = client.book.of_role("decode")[0].model
-    with suppress(TimeoutError):  # the next try then shows why
+    with suppress(TimeoutError):  # the next try shows the reason
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 before = await _computed_on_decode(client)
@@ -50,7 +50,7 @@ async def _until_prefill_is_used(client: Client) -> None:
 
 
 async def _computed_on_decode(client: Client) -> Counter[str]:
-    """Prompts that decode instances have computed, by instance and reason."""
+    """Count the prompts that decode instances have computed, by instance and reason."""
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         for record in client.book.of_role("decode"):

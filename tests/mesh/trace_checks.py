@@ -1,4 +1,4 @@
-"""Whether a trace is whole: no span without its parent, and phases that say where the time went."""
+"""Checks of a trace: each span has its parent, and the phases cover the time."""
 
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,13 +12,13 @@ from components.telemetry.trace_summary import root_of
 from tests.waiting import wait_until
 
 COVERED: Final = 0.98
-MANY: Final = 1000  # traces, more than a test makes
-CALLS: Final = {"frontend.dispatch"}  # those with children
+MANY: Final = 1000  # more traces than a test makes
+CALLS: Final = {"frontend.dispatch"}  # spans that have children
 TRIES: Final = 4  # a busy machine may take the processor away between two phases
 
 
 def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Span]:
-    """All spans, once these are there and no span lacks its parent."""
+    """Wait for the spans `names` and all parents; return all spans."""
     spans: list[Span] = []
 
     def is_whole() -> bool:
@@ -29,12 +29,12 @@ def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Spa
         missing = sorted(set(names) - names_of(spans))
         return f"missing: {missing}; without parent: {orphans(spans)}; found: {sorted(names_of(spans))}"
 
-    wait_until(is_whole, what)  # each process exports its spans by itself
+    wait_until(is_whole, what)  # each process exports its own spans
     return spans
 
 
 def traces_since(home: Path, began_ns: int, count: int, names: Collection[str]) -> list[list[Span]]:
-    """The traces that began since then and have spans of these names, once there are `count`."""
+    """Wait for `count` traces that began since then and have the spans `names`."""
     store = TraceStore(home)
     found: list[list[Span]] = []
     complete: list[list[Span]] = []
@@ -59,10 +59,10 @@ def orphans(spans: list[Span]) -> list[str]:
 
 
 def uncovered(spans: list[Span]) -> dict[str, float]:
-    """Shares of the time to first token and of the whole time that no phase covers, where they are too large.
+    """Return the uncovered shares of the time to first token and of the whole time, if too large.
 
-    Phases are spans without children, because a span with children does not explain its time. A call does, until the span that
-    it begins in another process: the message is on its way. So does the span of a process that died: its phases died with it.
+    Phases are spans without children, calls, which include the way of their message, and spans of a process that died with
+    its phases.
     """
     root = root_of(spans)
     ends = {"E2E": root.end_ns}
@@ -84,7 +84,7 @@ def uncovered(spans: list[Span]) -> dict[str, float]:
 
 
 def covered_trace(ask: Callable[[], str], home: Path, names: Collection[str]) -> list[Span]:
-    """The whole trace of a request whose phases cover its time. `ask` returns the id of a request."""
+    """Return the trace of a request whose phases cover its time. `ask` sends it and returns its id."""
     for _ in range(TRIES):
         spans = whole_trace(home, ask(), names)
         missing = uncovered(spans)

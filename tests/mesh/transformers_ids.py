@@ -1,5 +1,6 @@
-"""What transformers itself generates with the default model, greedy, in float32; written down beside this file by
-python -m tests.mesh.transformers_ids. It takes 70 ms of a core for each token, more than the whole mesh needs.
+"""Greedy tokens of transformers with the default model in float32. They are stored, as each takes 70 ms of a core.
+
+python -m tests.mesh.transformers_ids writes the file.
 """
 
 import json
@@ -15,8 +16,8 @@ from engine.model.resolve import model_dir
 MODEL: Final = "smollm2-135m"
 WRITTEN: Final = Path(__file__).with_suffix(".json")
 LONG: Final = 64  # tokens for every sixteenth prompt
-SHORT: Final = 17  # over an edge of a page in any case
-LEAST_MARGIN: Final = 5e-4  # of the token chosen over the next best, in logits: other sums of float32 differ by 1e-5
+SHORT: Final = 17  # always crosses the edge of a page
+LEAST_MARGIN: Final = 5e-4  # of the chosen token's logit over the next: other orders of float32 sums differ by 1e-5
 
 QUESTIONS: Final = (
     "What is the capital of France?",
@@ -53,13 +54,12 @@ def make_prompts(directory: Path) -> list[list[int]]:
 
 
 def written() -> list[list[int]]:
-    """What follows each of the prompts."""
     answers: list[list[int]] = json.loads(WRITTEN.read_text())
     return answers
 
 
 def generate(directory: Path, prompts: Sequence[list[int]], counts: Sequence[int]) -> list[list[int]]:
-    """That many tokens for each prompt; end-of-text does not stop it."""
+    """Generate `counts[i]` tokens for prompt i, also after an end of text."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config = GenerationConfig()  # greedy, and no end of text
     answers = []

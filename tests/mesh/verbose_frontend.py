@@ -1,4 +1,4 @@
-"""A frontend that logs each line, also where many are equal: tests count the streams that move."""
+"""A frontend that logs all equal lines: tests count the streams that move."""
 
 import runpy
 

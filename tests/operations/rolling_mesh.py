@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tests.mesh.harness import MeshProcesses, Worker
-from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.mocks import MOCK_ENV, NO_COST
 from tests.mesh.outage_load import Load
-from tests.mesh.outage_mesh import NO_COST
 from tests.operations.balancer import Balancer
 
 STEP_S: Final = 0.04  # a stream's usual silence

@@ -20,7 +20,7 @@ from components.permissions import ADMINISTRATOR
 from services.local.accounts import Accounts, Backends
 from services.local.authority import Authority
 from services.local.servers import HOST
-from tests.mesh.clusters import EtcdCluster, Member, NatsCluster, _asked
+from tests.mesh.clusters import EtcdCluster, Member, NatsCluster, _get_json
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
@@ -135,7 +135,7 @@ def until_routes(member: Member, count: int) -> None:
     """Wait for the routes to so many members; for none, see that there are none for longer than those take."""
 
     def routes() -> int | None:
-        shown = _asked(member.second_port, "/routez", method="GET")
+        shown = _get_json(member.second_port, "/routez", method="GET")
         return None if shown is None else len({one["remote_id"] for one in shown["routes"]})
 
     wait_until(lambda: routes() == count, lambda: f"{count} routes, not {routes()}")
