@@ -14,7 +14,7 @@ class Broken(Exception):
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run to the end; a task left behind or an exception that was never retrieved fails the test."""
+    """Run the test. Tasks left behind and unretrieved exceptions fail it."""
 
     async def checked() -> None:
         complaints: list[str] = []
@@ -35,7 +35,7 @@ async def breaks(after: int = 0) -> None:
 
 
 async def stubborn(seen: list[str], finish: asyncio.Event) -> None:
-    """Takes its time after being cancelled, as a write does."""
+    """Takes time to end after a cancellation, like a write."""
     try:
         await asyncio.Event().wait()
     finally:
@@ -84,7 +84,7 @@ def test_background_work_is_over_when_the_body_is() -> None:
 
 
 def test_background_work_that_fails_cancels_the_body() -> None:
-    """A dead outbox or heartbeat once went unnoticed until the process left: it looked alive and did nothing."""
+    """A dead outbox or heartbeat task went unnoticed until the process left."""
 
     async def test() -> None:
         with pytest.raises(Broken):
@@ -175,7 +175,7 @@ def test_a_failure_without_work_has_no_effect() -> None:
 
 
 def test_a_deadline_during_the_end_of_failed_work_still_waits_for_that_end() -> None:
-    """A write in flight is such work: the pages were given back while NIXL still read them."""
+    """A write in flight is such work: its pages were freed while NIXL still read them."""
 
     async def test() -> None:
         seen: list[str] = []
@@ -210,7 +210,7 @@ def test_work_that_fails_itself_stops_at_its_next_await() -> None:
             await failure.unless(reports(waits=True))
         failure = Failure()
         assert await failure.unless(reports(waits=False)) == "done"
-        await asyncio.sleep(0)  # nothing is left over that would cancel what comes after it
+        await asyncio.sleep(0)  # no cancellation is left
         with pytest.raises(Broken):
             await failure.unless(asyncio.sleep(0))
 
@@ -263,7 +263,7 @@ def test_a_cancellation_from_outside_is_not_taken_for_a_failure() -> None:
 
 
 def test_failed_work_that_ends_otherwise_leaves_no_cancellation() -> None:
-    """Who is cancelled next, by a client that leaves or a deadline, would not be taken for that."""
+    """A later cancellation, by a client that leaves or a deadline, would be misunderstood."""
 
     async def test() -> None:
         async def works(*, fails: bool) -> str:

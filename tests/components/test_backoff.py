@@ -2,7 +2,7 @@ from components.backoff import Backoff
 
 
 def test_waits_double_to_a_limit_with_jitter_and_start_over_after_success() -> None:
-    """Without jitter, thousands of processes asked a recovering etcd in the same moments."""
+    """Without jitter, thousands of processes sent requests to a recovering etcd at the same moments."""
     backoff = Backoff(first_s=1, last_s=5)
     for most in (1, 2, 4, 5, 5):
         assert most / 2 <= backoff.failed() <= most

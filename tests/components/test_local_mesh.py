@@ -24,7 +24,7 @@ def running(home: Path, pid: int) -> None:
 def test_a_planner_finds_the_mesh_by_its_state_directory_and_set_values_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never stopped waiting at etcd's usual port, where no server listened."""
+    """It waited forever at etcd's usual port, where no server listened."""
     for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
         monkeypatch.delenv(f"MESH_{name}", raising=False)
     read = ["--state-dir", str(tmp_path)]
@@ -41,7 +41,7 @@ def test_a_planner_finds_the_mesh_by_its_state_directory_and_set_values_win(
 def test_a_planner_that_finds_no_mesh_names_the_state_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It only waited for NATS at the usual port."""
+    """It waited for NATS at the usual port."""
     for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
         monkeypatch.delenv(f"MESH_{name}", raising=False)
     read_settings(["--state-dir", str(tmp_path)])
@@ -73,7 +73,7 @@ def test_a_mesh_whose_process_id_belongs_to_another_process_is_not_found(tmp_pat
 
 
 def test_a_mesh_that_was_found_and_does_not_answer_is_named(tmp_path: Path) -> None:
-    """The advice was to give the addresses, which were known."""
+    """The error advised to set the addresses, which were known."""
     read = ["--state-dir", str(tmp_path)]
     assert "no services.local runs" in no_answer_advice(PlannerSettings.read(read))
     running(tmp_path, os.getpid())

@@ -34,12 +34,12 @@ USERS: Final = {
     "frontend-0": "frontend",
     "frontend-1": "frontend",
 }
-# The verbs of no instance: the names of parts of a subject.
+# Parts of subjects that are not verbs of an instance.
 NO_VERBS: Final = {"decode", "prefill", "bootstrap", "planner", "local", "records"}
 
 
 class Peer:
-    """A user of NATS that counts what it was refused."""
+    """A user of NATS that records refusals."""
 
     def __init__(self) -> None:
         self.client = Client()
@@ -52,12 +52,12 @@ class Peer:
         await self.client.connect(url, error_cb=self._error, inbox_prefix=f"_INBOX.{NAMESPACE}.{user}")
 
     async def flush(self) -> None:
-        """Wait until NATS has processed everything; nats-py sends the first ping before what is queued."""
+        """Wait until NATS has processed everything; nats-py sends the first ping before queued messages."""
         await self.client.flush()
         await self.client.flush()
 
     async def refusals(self) -> list[str]:
-        """Since the last call. The answer to a ping follows all errors."""
+        """Return the refusals since the last call. The answer to a ping follows all errors."""
         await self.flush()
         found, self.errors = self.errors, []
         return [re.sub(r".*violation for (\w+).*?\"(.*)\".*", r"\1 \2", error.lower()) for error in found]
@@ -83,7 +83,7 @@ async def peers(nats: Server) -> AsyncIterator[dict[str, Peer]]:
 
 
 def every_subject() -> Iterator[str]:
-    """One subject of each kind that any role may use."""
+    """Yield a subject of each kind that any role may use."""
     for user, role in USERS.items():
         for subject in (part for rights in nats_rights(NAMESPACE, role, user) for part in rights):
             yield subject.replace(".>", ".a.b").replace("*", "x")
@@ -99,7 +99,7 @@ def covers(pattern: str, subject: str) -> bool:
 @pytest.mark.mesh
 @pytest.mark.anyio
 async def test_each_role_may_use_its_own_subjects_and_no_others(peers: dict[str, Peer]) -> None:
-    """Asked of the server, for each role and each subject of the mesh."""
+    """For each role and each subject of the mesh."""
     subjects = sorted(set(every_subject()))
     for user, role in USERS.items():
         peer, rights = peers[user], nats_rights(NAMESPACE, role, user)
@@ -162,7 +162,7 @@ async def test_what_a_role_may_not_read(nats: Server, user: str, subject: str) -
         ("prefill", "mesh.bootstrap.b1.open"),
         ("bootstrap", "mesh.decode.d1.generate"),
         ("local", "mesh.decode.d1.generate"),
-        ("decode", "_INBOX.mesh.frontend-0.abc.1"),  # an answer to a call that it did not get
+        ("decode", "_INBOX.mesh.frontend-0.abc.1"),  # an answer to a call that it did not receive
         ("prefill", "_INBOX.mesh.frontend-0.abc.decode.d1.1"),
         ("bootstrap", "_INBOX.mesh.decode.abc.prefill.p1.1"),
         ("decode", "_INBOX.other.frontend-0.abc.decode.d1.1"),
@@ -201,7 +201,7 @@ async def test_what_a_role_may_not_send(nats: Server, user: str, subject: str) -
     ],
 )
 async def test_a_user_that_calls_itself_gains_no_subject(nats: Server, user: str, target: str) -> None:
-    """NATS let the receiver of a call publish to its reply subject. The caller chooses it, so it may be any subject."""
+    """NATS let the receiver of a call publish to its reply subject, which may be any subject."""
     peer = Peer()
     await peer.connect(nats.url_of(user), user)
     own = f"mesh.{user.partition('-')[0]}.zz.present"
@@ -216,7 +216,7 @@ async def test_a_user_that_calls_itself_gains_no_subject(nats: Server, user: str
 @pytest.mark.mesh
 @pytest.mark.anyio
 async def test_what_a_stolen_credential_can_do(peers: dict[str, Peer]) -> None:
-    """As docs/security.md says: it must not promise more than this."""
+    """docs/security.md must not promise more."""
     sends = {
         "frontend-0": [
             "mesh.decode.d1.generate",
@@ -273,7 +273,7 @@ async def test_only_the_role_that_is_called_can_answer(peers: dict[str, Peer]) -
 @pytest.mark.mesh
 @pytest.mark.anyio
 async def test_the_administrators_programs_get_answers_in_their_inbox(peers: dict[str, Peer]) -> None:
-    """Such as the nats command, which chooses subjects of its own below the prefix that it is given."""
+    """The nats command chooses its own subjects below a prefix."""
     root = peers[ADMINISTRATOR]
     answers = await root.client.subscribe(root.client.new_inbox() + ".*")
     await root.flush()
@@ -285,7 +285,7 @@ async def test_the_administrators_programs_get_answers_in_their_inbox(peers: dic
 
 
 def verbs_in_code() -> set[str]:
-    """What processes serve as an endpoint, or publish on a subject of an instance."""
+    """Return the verbs that processes serve or publish."""
     found: set[str] = set()
     for path in (*(REPO / "components").rglob("*.py"), *(REPO / "services").rglob("*.py")):
         text = path.read_text()
@@ -302,7 +302,7 @@ def verbs_in_code() -> set[str]:
 
 
 def test_each_call_and_message_in_the_code_has_a_line() -> None:
-    """A call without one is refused by NATS, and its caller waits for its time-out."""
+    """NATS refuses a call without one, and its caller waits for its time limit."""
     listed = {line.subject.rpartition(".")[2] for line in LINES}
     assert len(verbs_in_code()) > 20
     assert verbs_in_code() <= listed
@@ -321,7 +321,7 @@ async def test_etcd_lets_each_role_write_its_own_records_and_read_all(tmp_path: 
 
 
 def wanted(key: str, rights: list[EtcdRight]) -> tuple[bool, bool]:
-    """Whether it may be read and written."""
+    """Return whether the key may be read, and written."""
     of_key = [right for right in rights if key.startswith(right.prefix)]
     return bool(of_key), any(right.writes for right in of_key)
 
@@ -355,7 +355,7 @@ def test_rights_name_no_other_mesh() -> None:
         publish, subscribe = nats_rights(NAMESPACE, role, user)
         for subject in publish:
             assert subject.startswith((*own, *searches)), subject
-            if subject.startswith("$JS.API."):  # INFO: how many streams and bytes an account has
+            if subject.startswith("$JS.API."):  # INFO: streams and bytes of an account
                 assert f".{NAMESPACE}-responses" in subject or (role, subject) == ("inspect", "$JS.API.INFO")
         for subject in subscribe:
             assert subject.startswith((f"{NAMESPACE}.", f"_INBOX.{NAMESPACE}.{user}.", "$SRV.")), subject
@@ -370,7 +370,7 @@ def test_rights_name_no_other_mesh() -> None:
     ],
 )
 def test_a_name_that_two_users_would_share_is_refused(users: list[str], said: str) -> None:
-    """Instances named by their host: only the last one was written, and the others had its rights."""
+    """Of instances named by their host only the last one was written, and the others had its rights."""
     with pytest.raises(SystemExit, match=said):
         users_of(users)
     assert users_of(["decode/d1", "prefill/p1", "planner"]) == {

@@ -144,7 +144,7 @@ run(main())
 
 
 def test_a_process_ends_without_taking_the_interpreter_apart() -> None:
-    """Each worker that had loaded triton ended with 30 lines of "nanobind: leaked"."""
+    """Each worker with triton ended with 30 lines of "nanobind: leaked"."""
     done = subprocess.run(
         [sys.executable, "-c", FROZEN], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
@@ -163,7 +163,7 @@ def test_a_process_ends_without_taking_the_interpreter_apart() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_that_prevents_the_start_is_one_line(error: MeshError) -> None:
-    """The engine's own errors came as a traceback: one of them had the name of an error that `run` knows, but was another."""
+    """An error of the engine had the name of an error that `run` knows, and came as a traceback."""
 
     async def main() -> None:
         raise error

@@ -1,4 +1,4 @@
-"""An operator's changes of a running process."""
+"""Changes of a running process by an operator."""
 
 import asyncio
 import logging

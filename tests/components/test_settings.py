@@ -47,8 +47,8 @@ def test_nested_settings_of_both_prefixes_are_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_adapters_are_given_one_by_one_or_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = DecodeSettings.read(["--engine.lora", "a=/x", "--engine.lora", "b.2=~/y"]).engine.lora
-    assert told == {"a": "/x", "b.2": "~/y"}
+    adapters = DecodeSettings.read(["--engine.lora", "a=/x", "--engine.lora", "b.2=~/y"]).engine.lora
+    assert adapters == {"a": "/x", "b.2": "~/y"}
     monkeypatch.setenv("MESH_ENGINE__LORA", '{"a": "/x", "Org/B": "/y"}')
     assert DecodeSettings.read([]).engine.lora == PrefillSettings.read([]).engine.lora == {"a": "/x", "Org/B": "/y"}
     monkeypatch.setenv("MESH_DECODE_ENGINE__LORA", '{"a": ""}')
@@ -62,7 +62,7 @@ def test_a_process_ignores_a_shared_variable_that_only_others_use(
 ) -> None:
     """Processes of one compose file share an environment: MESH_TRANSFER_TIMEOUT_S must not stop the frontend.
 
-    Bootstrap once took MESH_BOOTSTRAP_TIMEOUT_S for a setting `timeout_s` of its own, and did not start.
+    Bootstrap took MESH_BOOTSTRAP_TIMEOUT_S for its own setting `timeout_s`, and did not start.
     """
     for name, value in (("bootstrap_timeout_s", 7), ("transfer_timeout_s", 8), ("room_cleanup_s", 9)):
         monkeypatch.setenv(f"MESH_{name.upper()}", str(value))
@@ -108,7 +108,7 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         ("MESH_ECTD_URL", "unknown setting MESH_ECTD_URL: did you mean MESH_ETCD_URL?"),
         ("MESH_DECODE_MODLE", "unknown setting MESH_DECODE_MODLE: did you mean MESH_DECODE_MODEL?"),
@@ -124,16 +124,16 @@ def test_an_empty_variable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_a_misspelled_variable_stops_the_start_with_a_hint(
-    name: str, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([])
-    assert str(stopped.value) == told
+    assert str(stopped.value) == error
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "error"),
     [
         ("MESH_DECODE_ENGINE__PAGE_SZE", "64", "page_sze"),
         ("MESH_LEASE_TTL_S", "1", "lease_ttl_s"),
@@ -144,12 +144,12 @@ def test_a_misspelled_variable_stops_the_start_with_a_hint(
     ],
 )
 def test_a_wrong_value_stops_the_start_and_names_its_setting(
-    name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([])
-    assert told in str(stopped.value)
+    assert error in str(stopped.value)
 
 
 def test_variables_of_other_roles_are_ignored() -> None:
@@ -184,7 +184,7 @@ def test_help_lists_common_settings_and_help_all_those_of_the_service(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         (["--metrics-prot", "3"], "unknown option --metrics-prot: did you mean --metrics-port or --metrics-host?"),
         (["--engine.num-pagess=3"], "unknown option --engine.num-pagess: did you mean --engine.num-pages?"),
@@ -195,11 +195,11 @@ def test_help_lists_common_settings_and_help_all_those_of_the_service(
         (["secret"], "settings: there is a value without an option"),
     ],
 )
-def test_an_unknown_option_is_one_line(arguments: list[str], told: str) -> None:
-    """It was the usage of all settings, 54 lines. Values may be secrets."""
+def test_an_unknown_option_is_one_line(arguments: list[str], error: str) -> None:
+    """It was the usage of all settings. Values may be secrets."""
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read(arguments)
-    assert str(stopped.value) == told
+    assert str(stopped.value) == error
 
 
 @pytest.mark.parametrize("given", [["--model", ""], ["--model="]])
@@ -211,7 +211,7 @@ def test_an_empty_option_is_refused(given: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "error"),
     [
         (
             "ENGINE__KV_OFLOAD_GB",
@@ -221,16 +221,16 @@ def test_an_empty_option_is_refused(given: list[str]) -> None:
         ("ENGINE__XYZ", "engine.xyz: there is no such setting; --help-all lists every name"),
     ],
 )
-def test_a_misspelled_nested_setting_gets_a_hint(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
-    """It was "Unexpected keyword argument"."""
+def test_a_misspelled_nested_setting_gets_a_hint(monkeypatch: pytest.MonkeyPatch, name: str, error: str) -> None:
+    """The error was "Unexpected keyword argument"."""
     monkeypatch.setenv(f"MESH_{name}", "1")
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([])
-    assert str(stopped.value) == f"setting {told}"
+    assert str(stopped.value) == f"setting {error}"
 
 
 @pytest.mark.parametrize(
-    ("option", "address", "told"),
+    ("option", "address", "error"),
     [
         ("etcd-url", "htp://x", "etcd_url: htp:// is not http:// or https:// (MESH_ETCD_URL)"),
         ("nats-url", "nats://me:secret@a,tls://b", "nats_url: some addresses are nats:// and some tls://"),
@@ -238,10 +238,10 @@ def test_a_misspelled_nested_setting_gets_a_hint(monkeypatch: pytest.MonkeyPatch
         ("etcd-url", "me:secret@http://a", "etcd_url: an address must begin with http:// or https:// (MESH_ETCD_URL)"),
     ],
 )
-def test_wrong_addresses_of_servers_are_refused_at_once(option: str, address: str, told: str) -> None:
+def test_wrong_addresses_of_servers_are_refused_at_once(option: str, address: str, error: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([f"--{option}", address])
-    assert str(stopped.value).startswith(f"setting {told}")
+    assert str(stopped.value).startswith(f"setting {error}")
     assert "secret" not in str(stopped.value)
 
 

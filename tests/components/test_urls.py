@@ -96,7 +96,7 @@ def test_addresses_of_servers_are_taken_as_they_are(urls: str) -> None:
     ],
 )
 def test_an_address_that_no_server_can_have_is_refused_at_the_start(urls: str) -> None:
-    """Each was tried again for as long as the process ran, with the advice to start NATS."""
+    """The process tried it forever, with the advice to start NATS."""
     with pytest.raises(ValueError, match=r"each address must be nats://HOST:PORT .*MESH_NATS_URL") as raised:
         checked_nats_urls(urls)
     assert ("percent-encoding" in str(raised.value)) == ("@" in urls)

@@ -1,4 +1,4 @@
-"""No value of any field of a message or of a response does more than be refused by name."""
+"""Any value of any field of a message or response is at worst refused by name."""
 
 import json
 from typing import Any

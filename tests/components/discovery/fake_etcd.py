@@ -1,4 +1,4 @@
-"""etcd members over real gRPC inside this process: they share leases and records, and each can end, or lose its leader."""
+"""etcd members over real gRPC inside this process. They share leases and records; each can end or lose its leader."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,25 +15,23 @@ LOOK_S: Final = 0.1
 
 @dataclass(slots=True)
 class Store:
-    """What the members of one cluster agree on."""
+    """The leases and records of a cluster."""
 
     records: dict[bytes, bytes] = field(default_factory=dict)
-    leases: dict[int, bool] = field(default_factory=dict)  # each ever granted: whether it stands
+    leases: dict[int, bool] = field(default_factory=dict)  # all granted leases: whether they are valid
     ttl_s: int = 0
 
     def is_alive(self, lease_id: int) -> bool:
-        """Whether a lease stands. None runs out: a test counts renewals instead, which a busy machine only delays."""
+        """No lease expires: tests count renewals, which a busy machine only delays."""
         return self.leases.get(lease_id, False)
 
 
 class Member:
-    """One member. `stop` ends it."""
-
     def __init__(self, store: Store) -> None:
         self.has_leader = True
-        self.ranges = 0  # that it was asked for
-        self.watches = 0  # that are open
-        self.renewals = 0  # of leases that stand
+        self.ranges = 0
+        self.watches = 0  # open ones
+        self.renewals = 0  # of valid leases
         self._store = store
         self._server = grpc.server(
             ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0), ("grpc.max_send_message_length", -1)]
@@ -65,7 +63,7 @@ class Member:
         }
 
     def _quorum(self, context: Any) -> None:
-        """Raises what a member without a leader answers to all that needs one."""
+        """Raises: the error of a member without a leader."""
         if not self.has_leader:
             context.abort(grpc.StatusCode.UNAVAILABLE, "etcdserver: no leader")
 
@@ -121,7 +119,7 @@ class Member:
         self.watches += 1
         try:
             created = rpc.WatchResponse(created=True)
-            created.header.revision = 1  # as of each range
+            created.header.revision = 1  # like each range
             yield created
             while not ended.wait(LOOK_S):
                 if wants_leader:

@@ -34,7 +34,7 @@ def test_a_bad_endpoint_is_named(bad: str) -> None:
 
 
 def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
-    """The mirror's thread died of it, and the process waited for its first range without end."""
+    """The mirror's thread ended, and the process waited for its first range forever."""
 
     async def test() -> None:
         async with asyncio.timeout(PATIENCE_S), join_registry("http://etcd:port", "ns", 2):
@@ -63,7 +63,7 @@ class _Full(grpc.RpcError):  # type: ignore[misc]
 
 
 def test_a_full_etcd_is_not_called_unreachable() -> None:
-    """Logs and `inspect doctor` said that etcd cannot be reached and must be started, while it ran and was read."""
+    """Logs and `inspect doctor` reported an unreachable etcd, while it could be read."""
     said = r"^etcd at http://e:1 is full .*etcdctl compact"
     with pytest.raises(DatabaseFull, match=said), etcd_errors("http://e:1"):
         raise _Full

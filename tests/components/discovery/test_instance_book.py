@@ -4,7 +4,7 @@ from tests.components.discovery.records import record
 
 
 def listened() -> tuple[InstanceBook, list[tuple[str | None, str | None]]]:
-    """A book, and (epoch before, epoch after) of every change it tells."""
+    """Return a book, and a list of (epoch before, epoch after) of its changes."""
     book = InstanceBook()
     heard: list[tuple[str | None, str | None]] = []
 

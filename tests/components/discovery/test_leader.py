@@ -1,4 +1,4 @@
-"""One leads, and another one as soon as it may: with a real etcd."""
+"""One process leads, and another one after it, with a real etcd."""
 
 import asyncio
 import json

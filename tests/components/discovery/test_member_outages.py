@@ -1,4 +1,4 @@
-"""Members of etcd that end, lose their leader or fall silent: a registration stays, and the mirror goes to another member."""
+"""Members of etcd that end, lose their leader or hang: a registration stays, and the mirror uses another member."""
 
 import asyncio
 import socket
@@ -19,8 +19,8 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.anyio
 
 TTL_S: Final = 2
-NOTICED_WITHIN_S: Final = 50.0  # that a host is dead; gRPC's own settings take more than a minute
-RECORDS: Final = 3_600  # of 1.3 kB each: more than the 4 MiB that gRPC takes unless told otherwise
+NOTICED_WITHIN_S: Final = 50.0  # the death of a host; gRPC's defaults take over a minute
+RECORDS: Final = 3_600  # of 1.3 kB each: more than the 4 MiB that gRPC accepts by default
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def store() -> Store:
 
 @pytest.fixture
 def members(store: Store) -> Iterator[list[Member]]:
-    """Two of one cluster."""
+    """Start two members of one cluster."""
     with ExitStack() as stack:
         started = [Member(store) for _ in range(2)]
         for member in started:
@@ -44,7 +44,7 @@ def url_of(*members: Member) -> str:
 
 @pytest.mark.parametrize("ended", [0, 1])
 async def test_a_lease_is_kept_at_another_member_when_one_ends(store: Store, members: list[Member], ended: int) -> None:
-    """The one client that the lease was born with was asked until it had run out: each process registered anew."""
+    """Renewals went to the member that had granted the lease until it expired: each process registered again."""
     registration = Registration("one")
     async with (
         join_registry(url_of(*members), "ns", TTL_S) as registry,
@@ -62,14 +62,14 @@ async def test_a_lease_is_kept_at_another_member_when_one_ends(store: Store, mem
 
 @pytest.mark.parametrize("minority", [0, 1])
 async def test_a_member_without_a_leader_is_passed_over(members: list[Member], minority: int) -> None:
-    """It answers `status`: it was chosen again and again, and the healthy one never."""
+    """It answers `status`, so it was always chosen, and the healthy one never."""
     members[minority].has_leader = False
     async with asyncio.timeout(PATIENCE_S), join_registry(url_of(*members), "ns", TTL_S):
         pass
 
 
 async def test_a_mirror_leaves_a_member_that_loses_its_leader(members: list[Member]) -> None:
-    """Its watch stayed open but delivered no change any more."""
+    """Its watch stayed open, but delivered no changes."""
     async with join_registry(url_of(*members), "ns", TTL_S):
         await until(lambda: any(member.watches for member in members))
         followed, other = sorted(members, key=lambda member: -member.watches)
@@ -78,7 +78,7 @@ async def test_a_mirror_leaves_a_member_that_loses_its_leader(members: list[Memb
 
 
 async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: list[Member]) -> None:
-    """It answered `status`, which started the waits anew: five connections and five reads a second, from each process."""
+    """It answered `status`, which reset the back-off: each process made five connections and five reads a second."""
     member = members[0]
     member.has_leader = False
 
@@ -95,7 +95,7 @@ async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: li
 
 
 async def test_more_records_than_one_message_holds_are_read(store: Store, members: list[Member]) -> None:
-    """From 3,300 records on no process could start: each reported that etcd cannot be reached."""
+    """With 3,300 records no process could start: each reported an unreachable etcd."""
     for i in range(RECORDS):
         there = record(f"{i:08x}", host="h" * 1_200)
         store.records[f"ns/instances/decode/{i:08x}".encode()] = dump_record(there)
@@ -105,7 +105,7 @@ async def test_more_records_than_one_message_holds_are_read(store: Store, member
 
 
 class SilentProxy:
-    """TCP to one address, in threads. Once `is_dead`, bytes are taken and not passed on: as a host that has lost power."""
+    """Forwards TCP in threads. Once `is_dead`, it drops bytes, like a host without power."""
 
     def __init__(self, url: str) -> None:
         self.is_dead = False
@@ -141,7 +141,7 @@ class SilentProxy:
 
 
 async def test_a_dead_host_is_noticed_by_an_idle_watch_long_before_a_minute_is_over(members: list[Member]) -> None:
-    """It took 65 to 105 s: gRPC waits a minute for the answer to a ping, and stops to ping an idle connection."""
+    """It took 65 to 105 s: gRPC waits a minute for the answer to a ping, and does not ping idle connections."""
     proxy = SilentProxy(members[0].url)
     try:
         async with join_registry(proxy.url, "ns", TTL_S) as registry:

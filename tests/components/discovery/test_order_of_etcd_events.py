@@ -1,4 +1,4 @@
-"""What happens to records, to etcd and to a process's contact with it, in every order: the book follows, our record stays."""
+"""Events of records, of etcd and of a process's connection, in every order: the book is right, and our record stays."""
 
 import logging
 from collections import deque
@@ -29,10 +29,10 @@ TWIN: Final = 99  # lease of another process with our instance id
 
 @dataclass
 class Store:
-    """What etcd keeps on its disk."""
+    """The data on etcd's disk."""
 
     revision: int = 1
-    oldest: int = 0  # revision that a watch may begin at
+    oldest: int = 0  # revision for a watch
     leases: set[int] = field(default_factory=set)
     records: dict[str, tuple[bytes, int]] = field(default_factory=dict)  # value and lease
     history: list[tuple[int, str, bytes | None]] = field(default_factory=list)
@@ -54,12 +54,12 @@ class Store:
 
 
 class Etcd:
-    """Also a client of it. Each call is answered at once."""
+    """A server and its client. Calls take no time."""
 
     def __init__(self) -> None:
         self.store = Store()
         self.granted = 0
-        self.needless = 0  # writes of what it holds already
+        self.needless = 0  # writes that change nothing
         self.starts = 0
         self.kvstub = self.channel = self
 
@@ -101,13 +101,13 @@ class Process:
         self.lease = 0
 
     def run(self) -> None:
-        """Register, and be the thread of the mirror until nothing happens any more."""
+        """Register, and run the mirror until the last event."""
         self.lease = self.registry._register(self._registration, self._record)
         self.registry._mirror()
         self.run_callbacks()
 
     def renew(self) -> None:
-        """What the thread of the lease does three times in its lifetime."""
+        """Renew the lease, as its thread does three times in its lifetime."""
         if self.lease in self.etcd.store.leases:
             self.registry._renewed(self._registration, self._record, self.lease, TTL_S)
         else:
@@ -130,7 +130,7 @@ class Process:
                 yield _response(store, canceled=True, compact_revision=store.oldest)
                 events = []
             start = start if start < store.oldest else max(start, store.revision + 1)
-            yield _response(store, events=events)  # without events it tells of progress
+            yield _response(store, events=events)  # no events: a progress notification
             self._next_event()
 
     def _next_event(self) -> None:
@@ -144,7 +144,7 @@ class Process:
             callback, args = self._callbacks.popleft()
             callback(*args)
 
-    # What the registry uses of its event loop, and of an Event.
+    # The methods of an event loop and an Event that the registry uses.
 
     def call_soon_threadsafe(self, callback: Callable[..., None], *args: Any) -> None:
         self._callbacks.append((callback, args))
@@ -167,7 +167,7 @@ def _response(store: Store, **facts: Any) -> Any:
 
 
 def _lose_latest(process: Process) -> None:
-    """etcd's machine lost power before the latest change was on its disk; leases are kept."""
+    """etcd loses power before the latest change is on its disk; leases survive."""
     store = process.etcd.store
     records: dict[str, tuple[bytes, int]] = {}
     for _, key, value in store.history[:-1]:
@@ -181,7 +181,7 @@ def _lose_latest(process: Process) -> None:
 
 
 def _compact(process: Process) -> None:
-    """It forgets a change before the watch has it."""
+    """etcd compacts a change before the watch has received it."""
     process.etcd.store.put(OTHER, dump_record(record("other", "3")), 52)
     process.etcd.store.oldest = process.etcd.store.revision + 1
 
@@ -215,7 +215,7 @@ def without_grpc(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
 
     class WatchStub:
         def __init__(self, _channel: Any) -> None:
-            """One of the process that runs."""
+            pass
 
         def Watch(self, requests: Iterator[Any], **_: Any) -> Any:
             return Watch(running[-1].watch(next(requests).create_request.start_revision))
@@ -233,11 +233,11 @@ class Watch:
         return self._responses
 
     def cancel(self) -> None:
-        """Its iteration has ended."""
+        pass
 
 
 def _assert_consistent(seen: list[tuple[InstanceRecord | None, InstanceRecord | None]], order: tuple[str, ...]) -> None:
-    """Each change begins with what the last one left."""
+    """Each change must begin with the state after the last one."""
     known: dict[str, InstanceRecord] = {}
     for was, now in seen:
         of = now or was

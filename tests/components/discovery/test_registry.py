@@ -23,7 +23,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 TTL_S: Final = 10.0
-SHORT_TTL_S: Final = 2.0  # where a loss must be noticed soon: at a third of it
+SHORT_TTL_S: Final = 2.0  # a loss is noticed after a third of it
 
 
 def epochs(registry: Registry) -> list[tuple[str, str]]:
@@ -36,14 +36,14 @@ def write(url: str, key: str, value: str) -> None:
 
 
 def revoke(url: str, key: str) -> None:
-    """End the lease of a record, as if it had run out."""
+    """Revoke the lease of a record."""
     with etcd_client(url) as client:
         _, about = client.get(key)
         client.revoke_lease(about.lease_id)
 
 
 def compact(url: str) -> int:
-    """Make etcd forget every revision before the newest, and return that."""
+    """Compact all revisions before the newest, and return that."""
     with etcd_client(url) as client:
         revision = client.get_prefix_response("/").header.revision
         client.compact(revision)
@@ -63,7 +63,7 @@ async def test_a_process_that_is_stopped_while_it_registers_leaves_no_record(etc
 
 
 async def test_others_see_a_join_and_a_leave(etcd_url: str, namespace: str) -> None:
-    ttl_s = 1000.0  # the record does not vanish because the lease runs out
+    ttl_s = 1000.0  # the lease does not expire
     async with join_registry(etcd_url, namespace, ttl_s) as mine, join_registry(etcd_url, namespace, ttl_s) as other:
         registration = Registration("one")
         async with mine.advertise(registration, lambda epoch: record("one", epoch)):
@@ -84,7 +84,7 @@ async def test_a_later_process_sees_all_records(etcd_url: str, namespace: str) -
 
 
 async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd_url: str, namespace: str) -> None:
-    """With a new epoch, frontends would move its streams and prefill workers would refuse its pages."""
+    """With a new epoch, frontends would move its streams, and prefill would refuse its pages."""
     async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
         changes: list[Any] = []
         registration = Registration("one")
@@ -102,7 +102,7 @@ async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd
 
 
 async def test_a_record_that_vanishes_under_a_valid_lease_is_written_again(etcd_url: str, namespace: str) -> None:
-    """A client of etcd that deletes the records must not empty the registry for as long as the workers run."""
+    """Records that a client of etcd deletes must come back."""
     async with (
         join_registry(etcd_url, namespace, SHORT_TTL_S) as registry,
         registry.advertise(Registration("one"), lambda epoch: record("one", epoch)),
@@ -136,7 +136,7 @@ async def test_a_record_has_not_vanished_while_the_mirror_has_not_seen_it_yet(
 async def test_an_unreadable_record_counts_as_absent(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One that no process advertises: its owner would write it again."""
+    """It has no owner, which would write it again."""
     key = f"{namespace}/instances/decode/one"
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
         await asyncio.to_thread(write, etcd_url, key, _json("one"))
@@ -153,7 +153,7 @@ async def test_an_unreadable_record_counts_as_absent(
 async def test_a_record_under_the_key_of_another_instance_counts_as_absent(
     etcd_url: str, namespace: str, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A process may write under its own key only, and a record there could name, and so replace, any other instance."""
+    """A record under its own key could name, and so replace, any other instance."""
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
         await asyncio.to_thread(write, etcd_url, f"{namespace}/instances/{key}", _json("one"))
         await asyncio.to_thread(write, etcd_url, f"{namespace}/instances/decode/two", _json("two"))
@@ -164,14 +164,14 @@ async def test_a_record_under_the_key_of_another_instance_counts_as_absent(
 
 
 async def test_a_compacted_watch_starts_over_and_misses_nothing(etcd_url: str, namespace: str) -> None:
-    """etcd cancels a watch from a compacted revision; nothing would ever come again over it."""
+    """etcd cancels a watch from a compacted revision."""
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
         late = Registry(etcd_url, namespace, TTL_S)
         with etcd_client(etcd_url) as client:
             real = late._read
 
             def old_read(of: Any) -> Any:
-                """The records as they were before others wrote and etcd compacted."""
+                """Return the records before later writes and the compaction."""
                 answer = real(of)
                 late._read = real  # type: ignore[method-assign]
                 write(etcd_url, f"{namespace}/unwatched", "1")
@@ -240,7 +240,7 @@ async def test_a_prefix_is_read_in_pages_and_whole(etcd_url: str, namespace: str
 
 
 async def test_ten_thousand_large_records_are_read_and_watched(etcd_url: str, namespace: str) -> None:
-    """40 MB of records: a read in one message failed from 4 MiB on, and no process could start any more."""
+    """With more than 4 MiB of records, a read in one message failed, and no process could start."""
     names = [f"b{number:05}" for number in range(10_000)]
     large = dump_record(record("b00000", model="m" * 4000))
 

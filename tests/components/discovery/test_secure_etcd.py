@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 NAMESPACE, TTL_S = "mesh", 2.0
-LONG_TTL_S = 10.0  # a process that is held up for some seconds keeps its record
+LONG_TTL_S = 10.0  # a process that stalls for some seconds keeps its record
 
 
 @asynccontextmanager
@@ -67,7 +67,7 @@ async def test_strangers_and_plain_text_are_refused(tmp_path: Path) -> None:
         mine = accounts.certificates["decode"]
         other = Authority(tmp_path / "other").issue("decode")
         for access in (
-            identity(TlsFiles(ca=mine.ca)),  # shows no certificate
+            identity(TlsFiles(ca=mine.ca)),  # sends no certificate
             identity(TlsFiles(ca=mine.ca, certificate=other.certificate, key=other.key)),
             identity(TlsFiles(ca=other.ca, certificate=mine.certificate, key=mine.key)),  # does not trust etcd's
         ):
@@ -112,7 +112,7 @@ async def test_renewed_certificates_are_used_and_the_record_stays(tmp_path: Path
             await seen_by(registry, "d1")
             left: list[object] = []
             registry.book.subscribe(lambda _before, after: left.append(after))
-            authority = Authority(tmp_path / "tls")  # the earlier one is no longer trusted
+            authority = Authority(tmp_path / "tls")  # replaces the earlier one
             authority.issue("etcd", NAMES_OF_THIS_MACHINE)
             authority.issue("decode")
             authority.issue(GATEWAY, is_user=False)

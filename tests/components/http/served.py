@@ -1,4 +1,4 @@
-"""A small application behind a real server, and what clients of it see."""
+"""A small application behind a real server."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ class Address:
 
 
 class App:
-    """Reads a request's body and answers with its size.
+    """Reads a body, and returns its size.
 
     `/endless` writes until the client has gone. `/pushed` lets the test write. `/headers` returns the request's headers.
     `/refused` is answered before the body is read.
@@ -100,13 +100,13 @@ class Served:
             writer.close()
 
     async def ask(self, request: bytes) -> bytes:
-        """Everything that comes until the server closes."""
+        """Return all bytes until the server closes."""
         async with asyncio.timeout(PATIENCE_S), self.client() as (reader, writer):
             writer.write(request)
             return await reader.read()
 
     async def answers(self) -> None:
-        """A request is served."""
+        """Check that a request is served."""
         async with asyncio.timeout(PATIENCE_S), self.client() as (reader, writer):
             writer.write(GET)
             assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")

@@ -1,4 +1,4 @@
-"""A request without a client library: answers, and servers that give none."""
+"""A request without a client library, to servers that answer and others."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from tests.waiting import PATIENCE_S
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
-    """A server that sends `answer` to one request and closes; its URL, and what it was sent."""
+    """Send `answer` to one request and close. Yields: the URL, and the received requests."""
     received: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

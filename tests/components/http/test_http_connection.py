@@ -1,4 +1,4 @@
-"""Clients that are slow, silent, greedy or no clients at all, on real sockets; beside each a request is served at once."""
+"""Clients that are slow, silent or hostile, on real sockets; another request is served meanwhile."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def test_a_body_that_comes_at_the_least_rate_is_read_to_its_end() -> None:
 
 
 async def test_time_in_which_the_server_itself_was_held_up_is_not_the_clients() -> None:
-    """After a pause of the process all were closed at once whose next bytes had come meanwhile."""
+    """After a pause of the process, all clients whose bytes had arrived meanwhile were closed."""
     async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n\r\n")
         for _ in range(2):
@@ -142,11 +142,11 @@ async def test_a_reader_that_stops_is_closed_within_its_time_and_what_waits_for_
 
 
 async def test_a_reader_that_is_slow_but_reads_is_left_alone() -> None:
-    limits = replace(LIMITS, unread_s=1.0)  # the kernel takes more only now and then
+    limits = replace(LIMITS, unread_s=1.0)  # the kernel accepts more only at times
     async with served(limits) as server, server.client() as (reader, writer):
         writer.write(GET.replace(b"/ ", b"/endless ", 1))
         began, read = time.monotonic(), 0
-        while time.monotonic() - began < 3.0:  # three times what one may read nothing for
+        while time.monotonic() - began < 3.0:  # three times `unread_s`
             read += len(await reader.read(2**20))
             await asyncio.sleep(0.01)
         assert server.closed(Closed.UNREAD) == 0
@@ -201,7 +201,7 @@ PUSHED: Final = b"GET /pushed HTTP/1.1\r\nhost: x\r\n\r\n"
 
 @pytest.mark.parametrize("end", ["garbage", "close", "half a body"])
 async def test_a_client_whose_answer_breaks_off_holds_up_no_other(end: str) -> None:
-    """What is pushed leaves together with what others get, and a further request may wait behind the one that breaks."""
+    """Its bytes leave together with those of others, and another request may wait behind it."""
     late = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if end == "half a body" else b""
     async with served() as server, server.client() as (_, bad), server.client() as (good_reader, good):
         async with asyncio.timeout(PATIENCE_S):
@@ -232,7 +232,7 @@ EARLY: Final = b"POST /refused HTTP/1.1\r\nhost: x\r\n%bcontent-length: 3\r\n\r\
 async def test_a_connection_whose_answer_came_before_the_end_of_the_body_is_closed_when_it_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rest of the body ended the timer of idle connections: a client without a key could keep one forever."""
+    """The rest of the body ended the idle timer: a client without a key could keep a connection forever."""
     monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
     async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"")
@@ -268,7 +268,7 @@ async def test_a_client_that_waits_for_100_and_gets_an_answer_learns_that_the_co
 
 
 async def test_a_client_of_http_1_0_gets_neither_chunks_nor_100() -> None:
-    """RFC 9112, 6.1, and RFC 9110, 10.1.1. Such a client took the sizes of chunks for text, and 100 for its answer."""
+    """RFC 9112, 6.1, and RFC 9110, 10.1.1. Such a client read chunk sizes as text, and 100 as its answer."""
     async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"GET /pushed HTTP/1.0\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""What surrounds bodies: chunk sizes, extensions, trailers, and requests one behind the other; on real sockets."""
+"""Chunk sizes, extensions, trailers and pipelined requests, on real sockets."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 async def sent_until_closed(server: Served, begin: bytes, more: bytes, most: int) -> tuple[int, bytes]:
-    """How many bytes of `more` after `begin` the server takes, and what it says."""
+    """Send `begin`, then `more` repeatedly. Return the number of accepted bytes of `more`, and the response."""
     sent = 0
     async with asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         answer = asyncio.create_task(reader.read())
@@ -92,7 +92,7 @@ async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
 
 @pytest.mark.parametrize("cut", [None, 1, 7, 100])
 async def test_trailers_are_no_headers(cut: int | None) -> None:
-    """With the body in one segment a trailer was a header of its request: an API key in a trailer was taken."""
+    """With the body in one segment, trailers became headers: an API key in a trailer was accepted."""
     request = CHUNKED % b"/headers" + b"3\r\nabc\r\n0\r\nauthorization: Bearer a\r\nhost: evil\r\nx: y\r\n\r\n"
     async with served(SOME) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         for at in range(0, len(request), cut or len(request)):
@@ -104,7 +104,7 @@ async def test_trailers_are_no_headers(cut: int | None) -> None:
 
 
 async def test_requests_one_behind_the_other_cost_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request made a new list of those before it: 14,000 of them, 252 kB, blocked the event loop for 3.4 s."""
+    """Each request copied the list of those before it: 14,000, 252 kB, blocked the event loop for 3.4 s."""
     longest_s = 0.0
     received = Connection.data_received
 
@@ -212,7 +212,7 @@ def posted(headers: bytes, body: bytes) -> bytes:
     ids=repr,
 )
 async def test_the_request_behind_one_whose_length_is_in_doubt_is_not_served(sent: bytes) -> None:
-    """A proxy in front of us may have read another length: what we take for a second request is part of the first."""
+    """A proxy may read another length, so the second request may be a part of the first."""
     async with served() as server:
         answer = await server.ask(sent + SMUGGLED)
         assert b"smuggled" not in answer

@@ -1,4 +1,4 @@
-"""TLS connections on real sockets: those whose handshake does not end are counted with the others, and do not stay."""
+"""TLS connections on real sockets: unfinished handshakes count as connections, and end."""
 
 import asyncio
 import ssl
@@ -31,7 +31,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
 
 @asynccontextmanager
 async def silent(server: Served, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
-    """So many TCP connections that say nothing."""
+    """Open `count` silent TCP connections."""
     async with AsyncExitStack() as stack:
         readers = []
         for _ in range(count):
@@ -42,7 +42,7 @@ async def silent(server: Served, count: int) -> AsyncIterator[list[asyncio.Strea
 
 
 async def test_silent_handshakes_hold_up_no_new_client() -> None:
-    """490 silent connections took all 512 files of a process for a minute: no client was answered."""
+    """490 silent connections used all 512 files of a process for a minute."""
     async with (
         served(
             ClientLimits(handshake_s=1000.0, check_every_s=0.02, connections=MAX_CONNECTIONS), CERTIFICATE
@@ -94,7 +94,7 @@ async def test_what_is_no_tls_is_closed_and_logs_nothing(sent: bytes, caplog: py
 
 
 async def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered() -> None:
-    """Its bytes are there before the protocol that reads them."""
+    """Its bytes arrive before the protocol that reads them exists."""
     async with served(ClientLimits(handshake_s=1000.0), CERTIFICATE) as server:
         sent = subprocess.Popen(
             ["openssl", "s_client", "-quiet", "-connect", f"127.0.0.1:{server.port}"],

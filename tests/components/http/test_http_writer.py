@@ -1,4 +1,4 @@
-"""Writes that wait for the end of a turn of the event loop."""
+"""Writes are joined until the end of a turn of the event loop."""
 
 import asyncio
 from typing import Any
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Recorded(asyncio.Transport):
-    """A transport that keeps what is done to it."""
+    """Records the calls of a transport."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ async def test_held_writes_leave_after_all_that_was_ready(inner: Recorded, write
     tasks = [asyncio.create_task(answer(each)) for each in connections]
     await asyncio.sleep(0)
     with writes:
-        ready.set_result(None)  # as a frame's items wake those who wait for them
+        ready.set_result(None)  # like a frame, which wakes several readers
         connections[0].write(b"b")
         order.append("dealt")
         connections[1].write(b"b")

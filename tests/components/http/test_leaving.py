@@ -1,4 +1,4 @@
-"""A server that is about to stop: clients see it from its answers, and lose no request on a connection that they keep."""
+"""A server that is about to stop announces it in its answers, and no request on a kept connection is lost."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ STREAM = b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Streams:
-    """An application: `/stream` sends its head and ends when `end` is set; other paths answer at once."""
+    """`/stream` sends its head, and ends when `end` is set; other paths answer at once."""
 
     def __init__(self) -> None:
         self.end = asyncio.Event()
@@ -39,7 +39,7 @@ class Client:
         self.writer = writer
 
     async def ask(self, request: bytes = GET) -> bytes:
-        """Head and body of an answer."""
+        """Return head and body of the response."""
         self.writer.write(request)
         return await self.reader.readuntil(b"\r\n0\r\n\r\n")
 
@@ -71,7 +71,7 @@ class Leaving:
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[Client]:
-        """Its head has come, without a word of a close."""
+        """Start a stream, whose head must not announce a close."""
         async with self.client() as client:
             client.writer.write(STREAM)
             assert CLOSES not in await client.reader.readuntil(b"begun\r\n")
@@ -112,7 +112,7 @@ async def test_answers_of_a_leaving_server_end_their_connections_old_and_new(ser
 
 
 async def test_a_stream_that_began_before_may_be_followed_by_one_request(server: Leaving) -> None:
-    """The client was not told, and sends it as soon as its stream has ended: a close would meet it."""
+    """The close was not announced, so the client sends it when its stream ends."""
     async with server.stream() as client:
         await leave(server)
         server.app.end.set()

@@ -51,7 +51,7 @@ class Client:
         self._writer = writer
 
     async def ask(self, path: str = "/") -> tuple[int, bool]:
-        """Who answered, and whether the next request must go elsewhere."""
+        """Return the id of the process that answered, and whether the connection closes."""
         self._writer.write(f"GET {path} HTTP/1.1\r\nhost: test\r\n\r\n".encode())
         head = await self._reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -106,7 +106,7 @@ def test_under_load_no_client_notices_that_a_process_leaves(start: Start, host: 
     ("share", "host"), [(True, "127.0.0.1"), (False, "127.0.0.1"), (True, "::1")], indirect=["host"]
 )
 def test_connections_not_yet_accepted_are_served_before_the_port_is_left(share: bool, port: int, host: str) -> None:
-    """The kernel resets them when their listener closes; here they came during a stall of the loop that is about to stop."""
+    """The kernel resets them when their listener closes. They arrive during a stall of the event loop."""
     asked = threading.Event()
 
     def clients() -> list[bytes]:
@@ -119,7 +119,7 @@ def test_connections_not_yet_accepted_are_served_before_the_port_is_left(share: 
 
     async def run() -> list[bytes]:
         async with serve_http(app, Address(host, port), share_port=share):
-            await asyncio.sleep(0.05)  # the server's own tick is over in a twentieth of a second
+            await asyncio.sleep(0.05)  # the server's tick takes 0.05 s
             asking = asyncio.get_running_loop().run_in_executor(None, clients)
             asked.wait(PATIENCE_S)
         return await asking

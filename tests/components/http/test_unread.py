@@ -1,4 +1,4 @@
-"""A client is too slow if bytes wait for it, and it takes none, or too few."""
+"""A client is too slow if it reads no waiting bytes, or too few."""
 
 import socket
 from dataclasses import replace
@@ -14,7 +14,7 @@ FULL: Final = 80_000
 
 
 def seconds_until_closed(rate: float, most_s: int = 1000, level: int = FULL) -> int | None:
-    """Check once a second a client that takes `rate` bytes a second, while the buffer is filled again; None: never."""
+    """Return when a client that reads `rate` bytes a second, with a full buffer, is closed; None: never."""
     unread, taken = Unread(LIMITS, 0.0), 0.0
     for now_s in range(1, most_s):
         taken += rate
@@ -59,7 +59,7 @@ def test_time_in_which_the_process_did_not_run_is_left_out() -> None:
 
 
 def test_bytes_that_leave_the_kernel_count_while_it_takes_none_from_this_process() -> None:
-    """A client that read 10,000 bytes/s was closed: the kernel takes bytes in large steps, more than 20 s apart."""
+    """A client that read 10,000 bytes/s was closed: the kernel accepts bytes in large steps, over 20 s apart."""
     unread, in_kernel = Unread(LIMITS, 0.0), 400_000
     for now_s in range(1, 40):
         in_kernel -= 10_000

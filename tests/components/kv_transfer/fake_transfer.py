@@ -1,4 +1,4 @@
-"""A transfer backend inside this process: writes are noted, and end when the test lets them."""
+"""A transfer backend that records writes; the test ends them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ def endpoint(
 
 @dataclass
 class FakeTransfer:
-    """See `KvTransfer`. `gate`, when cleared, holds writes in flight; `peer` is the other end's FakeTransfer."""
+    """A `KvTransfer`. A cleared `gate` keeps writes in flight. `peer`: the other end."""
 
     endpoint: KvEndpoint = field(default_factory=endpoint)
     aux: AuxBuffer = field(default_factory=lambda: AuxBuffer(8))
     peer: "FakeTransfer | None" = None
     failure: MeshError | None = None  # how writes end
     writes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # pages (ours, the peer's), as posted
-    pieces: list[Pieces] = field(default_factory=list)  # likewise
+    pieces: list[Pieces] = field(default_factory=list)  # as posted
     in_flight: int = 0
     connected: list[str] = field(default_factory=list)
     forgotten: list[str] = field(default_factory=list)
@@ -84,7 +84,7 @@ class FakeTransfer:
             self.peer.land(notification, target_slot, record)
 
     def land(self, notification: str, slot: int, record: AuxRecord) -> None:
-        """What a peer's last write does here."""
+        """Receive a peer's last write."""
         self.aux.write(slot, record)
         future = self.expected.pop(notification, None)
         if future is not None and not future.done():
@@ -100,11 +100,11 @@ class FakeTransfer:
         self.hastened.append(notification)
 
     async def drain_sockets(self) -> None:
-        """Nothing waits in a socket here."""
+        """There are no sockets."""
 
     async def _flight(self) -> None:
         self.in_flight += 1
-        await self.gate.wait()  # a caller that is cancelled stops no write
+        await self.gate.wait()  # cancelling the caller does not end the write
         self.in_flight -= 1
         if self.failure is not None:
             raise self.failure

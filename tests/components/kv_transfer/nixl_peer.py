@@ -2,11 +2,10 @@
 
 It prints its endpoint as JSON first, then reads a command from each line of its input:
 
-- `expect <text> [<slot>]` announces a notification, of aux slot 0 by default. When the notification arrives, the process
-  prints what the pages then hold.
-- `pages` prints it at once.
-- `receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode. The process prints its aux slot first;
-  after the transfer it verifies the KV and prints "landed" or the error.
+- `expect <text> [<slot>]` waits for a notification, of aux slot 0 by default, and then prints the pages' contents.
+- `pages` prints them at once.
+- `receive <text> <tokens> <prefill's page size> <page>...` acts as decode: it prints its aux slot, verifies the KV
+  after the transfer, and prints "landed" or the error.
 """
 
 import asyncio
@@ -60,7 +59,7 @@ class Pages:
 
 
 def on_tested_device(page_size: int = LAYOUT.page_size) -> Pages:
-    """As `of_size`, in the memory of the device that the tests run on."""
+    """Like `of_size`, in the memory of the tested device."""
     host = of_size(page_size)
     if TESTED["device"] == "cpu":
         return host
@@ -70,12 +69,12 @@ def on_tested_device(page_size: int = LAYOUT.page_size) -> Pages:
 
 
 def of_size(page_size: int) -> Pages:
-    """As many tokens in pages of that size."""
+    """Make a pool of as many tokens in pages of this size."""
     return Pages(replace(LAYOUT, page_size=page_size), NUM_PAGES * LAYOUT.page_size // page_size)
 
 
 async def receive(pages: Pages, transfer: KvTransfer, room: str, *facts: int) -> None:
-    """One transfer, stamped with 1, of which decode holds nothing."""
+    """Receive one transfer with stamp 1 and no cached pages."""
     num_tokens, page_size, *table = facts
     receiver = inbound(transfer, room=room, stamp=1, checksums=PageChecksums(pages), page_size=page_size)
     receiver.expose(0)

@@ -1,4 +1,4 @@
-"""The process of `nixl_peer`, as a test sees it."""
+"""Runs `nixl_peer` as a process."""
 
 import subprocess
 import sys
@@ -20,8 +20,6 @@ StartPeer = Callable[..., "Peer"]  # (agent, backend="nixl", page_size=…) -> P
 
 
 class Peer:
-    """The other process."""
-
     def __init__(self, agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_size) -> None:
         module = "tests.components.kv_transfer.nixl_peer"
         self.popen = subprocess.Popen(
@@ -34,7 +32,7 @@ class Peer:
 
     @cached_property
     def endpoint(self) -> KvEndpoint:
-        """Read when first asked for, so that several peers start side by side."""
+        """Read lazily, so that several peers start in parallel."""
         return msgspec.json.decode(self.read(), type=KvEndpoint)
 
     def read(self) -> str:
@@ -48,7 +46,7 @@ class Peer:
         return self.read()
 
     def mapped(self) -> set[Path]:
-        """Files in shared memory that it maps and that have a name."""
+        """The named files in shared memory that it maps."""
         lines = Path(f"/proc/{self.popen.pid}/maps").read_text().splitlines()
         return {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 

@@ -1,4 +1,4 @@
-"""Two pools in numpy, and what a transfer between them must come to."""
+"""Two pools in numpy, and the expected result of a transfer."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +8,7 @@ from components.wire.layout import KvLayout
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", page_size=16, layers=3, kv_heads=2, head_dim=4)
 NUM_TOKENS = 300
-POOL_TOKENS = 512  # of each pool: more than a prompt has, so that some pages stay untouched
+POOL_TOKENS = 512  # of each pool: more than a prompt, so that some pages stay unchanged
 
 Pool = NDArray[np.uint16]  # [pages, heads, layers, 2, page_size, head_dim]
 
@@ -25,7 +25,7 @@ def block_table(layout: KvLayout, seed: int, num_tokens: int = NUM_TOKENS) -> li
 
 
 def copied(pieces: Pieces, source: Pool, target: Pool) -> Pool:
-    """`target` after the pieces, byte by byte."""
+    """Return `target` after copying the pieces."""
     after = target.copy()
     read, written = source.view(np.uint8).reshape(-1), after.view(np.uint8).reshape(-1)
     for start, to, length in zip(pieces.source, pieces.target, pieces.length, strict=True):
@@ -35,7 +35,7 @@ def copied(pieces: Pieces, source: Pool, target: Pool) -> Pool:
 
 
 def brute_force(tokens: range, source: Pool, ours: list[int], target: Pool, theirs: list[int]) -> Pool:
-    """`target` after each token's rows were assigned on their own."""
+    """Return `target` after copying each token's rows."""
     after = target.copy()
     size_here, size_there = source.shape[4], target.shape[4]
     for token in tokens:

@@ -1,6 +1,6 @@
 """A prefill that stops itself in the middle of a long write: `python -m tests.components.kv_transfer.stopped_writer`.
 
-Reads the peer's endpoint as JSON. Writes the end of the write and the number of its posted steps.
+Reads the peer's endpoint as JSON. Prints the result of the write, and the number of its posted steps.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from components.kv_transfer.nixl_transfer import open_nixl
 from components.wire.instances import KvEndpoint
 from tests.components.kv_transfer.nixl_peer import LATER_MS, NUM_PAGES, Pages, say
 
-FULL: Final = 7  # each byte of its pages
+FULL: Final = 7  # byte value of its pages
 STEP_PAGES: Final = 8
 STEPS_BEFORE: Final = 3  # posted before it stops
 LIFE_S: Final = 0.5  # of the offer

@@ -17,7 +17,7 @@ class TensorPages(Pages):
 
     @property
     def memory(self) -> NDArray[np.uint8]:  # type: ignore[override]
-        """On a CPU the pages, else a copy of them."""
+        """The pages on a CPU, else a copy."""
         host: NDArray[Any] = self.tensor.cpu().numpy()
         return host
 
@@ -35,6 +35,6 @@ class TensorPages(Pages):
         self._wait()
 
     def _wait(self) -> None:
-        """NIXL reads at once, in no stream's order."""
+        """NIXL does not wait for streams."""
         if self.tensor.is_cuda:
             torch.cuda.synchronize(self.tensor.device)

@@ -37,7 +37,7 @@ def test_the_first_tokens_logprobs_go_along(count: int, checksums: tuple[int, ..
 
 @pytest.mark.parametrize("checksums", [None, (), (1, 2, 3)])
 def test_room_for_checksums_that_are_not_there_does_not_go_along(checksums: tuple[int, ...] | None) -> None:
-    """A slot of a worker with 960 pages a request did not fit into a doorbell's frame, so that no transfer went through."""
+    """A slot of a worker with 960 pages a request did not fit into a doorbell's frame, so all transfers failed."""
     sends, receives = AuxBuffer(1, 2560), AuxBuffer(1, 2560)
     sends.write(0, AuxRecord(1, 2, 3, 4, checksums))
     assert len(sends.raw(0)) == HEAD.itemsize + 4 * len(checksums or ())

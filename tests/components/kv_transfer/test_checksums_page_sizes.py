@@ -31,8 +31,6 @@ UNEQUAL = [(a, b) for a, b in product(SIZES, SIZES) if a != b]
 
 @dataclass
 class Region:
-    """A pool as a worker has it."""
-
     memory: Pool
     layout: KvLayout
     device: str = "cpu"
@@ -51,7 +49,7 @@ def of_size(page_size: int) -> KvLayout:
 
 
 def summed(region: Region, peer_page_size: int, table: list[int], edges: Sequence[int]) -> list[int]:
-    """Of the tokens from the first of `edges` to the last, added in parts that end at each."""
+    """Return the sums of the tokens between the first and last edge, added in parts that end at each."""
     checksums = PageChecksums(region).of_transfer(peer_page_size)
 
     async def run() -> None:
@@ -96,7 +94,7 @@ def test_both_sides_agree_whatever_the_chunks_and_any_change_shows_in_the_pages_
 
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
 def test_what_was_exchanged_is_seen(sizes: tuple[int, int]) -> None:
-    """Rows, keys with values, heads, and whole pages of the smaller size: a sum without positions would not see it."""
+    """Rows, keys with values, heads, or whole small pages: a sum must depend on positions."""
     region = Region(pool(of_size(sizes[0]), 1), of_size(sizes[0]))
     table = block_table(region.layout, 2, 64)
     before = summed(region, sizes[1], table, [0, 64])
@@ -116,7 +114,7 @@ def test_what_was_exchanged_is_seen(sizes: tuple[int, int]) -> None:
 
 
 class Copying(FakeTransfer):
-    """Its writes copy bytes into the peer's pool; one may change on its way."""
+    """Copies bytes into the peer's pool; can damage one piece."""
 
     def __init__(self, agent: str, layout: KvLayout, seed: int, room: int, peer: "Copying | None" = None) -> None:
         aux = AuxBuffer(8, max_checksums=room)
@@ -160,11 +158,11 @@ async def transferred(
     sender.offered(offer, decode.endpoint)
     sending = asyncio.create_task(run(sender))
     sender.computed(chunk(table, 90))
-    while cached * theirs < 80 and not (prefill.pieces or sending.done()):  # of 90 tokens at least 80 leave
+    while cached * theirs < 80 and not (prefill.pieces or sending.done()):  # at least 80 of 90 tokens are sent
         await asyncio.sleep(0.001)
     sender.computed(last_chunk(table, 42, 0))
     await sending
-    receiver._checksums = PageChecksums(decode.region)  # `copied` has made another array
+    receiver._checksums = PageChecksums(decode.region)  # `copied` made a new array
     return await receiver.landed(pages, range(cached * theirs, num_tokens)), pages
 
 

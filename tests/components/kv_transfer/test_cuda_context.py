@@ -1,4 +1,4 @@
-"""NIXL's thread has the pool's CUDA context before there is an agent; CUDA is played by what would be called."""
+"""NIXL's thread has the pool's CUDA context before the agent is made; CUDA's functions are fakes."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from tests.components.kv_transfer.nixl_peer import Pages
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting NIXL sets this variable, and UCX in later processes of this one would report it as unused."""
+    """NIXL sets this variable, and UCX in later child processes would report it as unused."""
     monkeypatch.setenv(ucx_settings.UCX_IPC_CACHE, "")
     monkeypatch.delenv(ucx_settings.UCX_IPC_CACHE)
 
@@ -28,7 +28,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_the_thread_has_a_context_before_the_agent_is_made(
     device: str, before: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It never had one: UCX then found no way from GPU to GPU, and was slow without a word."""
+    """It had none: UCX then found no path from GPU to GPU, and was slow."""
     called: list[tuple[str, int]] = []
 
     def note(what: str) -> None:
@@ -60,7 +60,7 @@ async def test_the_thread_has_a_context_before_the_agent_is_made(
 async def test_the_memory_of_a_peer_is_not_kept_mapped(
     device: str, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed decode's memory stayed mapped in each prefill that had written to it: its restart found none free."""
+    """A killed decode's memory stayed mapped in each prefill that had written to it, so its restart had no memory."""
     seen: list[str | None] = []
 
     def agent(*_args: object) -> None:

@@ -1,4 +1,4 @@
-"""How pages of a GPU are read and summed, with a tensor in main memory in the GPU's place."""
+"""Reading and summing pages of a GPU, with a tensor in main memory."""
 
 import asyncio
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def pages() -> Pages:
 
 @dataclass
 class CountsCopies(DevicePages):
-    """Notes what each copy is of."""
+    """Records each copy."""
 
     pool: torch.Tensor
     batch_bytes: int
@@ -72,7 +72,7 @@ def test_no_pages_are_no_copy(pages: Pages) -> None:
 def test_a_pool_on_a_gpu_has_the_checksums_of_the_same_bytes_in_main_memory(
     pages: Pages, peer_page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the region on: the one line that turns a GPU's address into a tensor is replaced."""
+    """Only the line that turns a GPU's address into a tensor is replaced."""
     monkeypatch.setattr(device_pages, "at", lambda region: stand_in(pages))
     sums = []
     for region in (pages, replace_device(pages, "cuda:0")):
@@ -94,7 +94,7 @@ def replace_device(pages: Pages, device: str) -> Pages:
 
 
 def test_a_thread_takes_the_pools_gpu_before_it_uses_a_stream(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went back to GPU 0 afterwards, so each process of another GPU had a context there, too."""
+    """It returned to GPU 0, so each process of another GPU had a context there too."""
     called: list[str] = []
 
     @contextmanager

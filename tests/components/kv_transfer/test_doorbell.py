@@ -93,7 +93,7 @@ async def test_who_sends_nonsense_is_hung_up_on_and_others_are_served(
 
 
 async def test_a_close_fails_the_rings_in_flight() -> None:
-    """A peer that hangs: it answered when the client connected, and never again."""
+    """The peer hangs after the client has connected."""
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(len(_frame(Ring())))

@@ -25,7 +25,7 @@ IN_TIME_MS, DEADLINE_MS, LATE_MS = 1000, 2000, 3000
 
 @dataclass
 class Engine:
-    """See mooncake.engine.TransferEngine."""
+    """Replaces mooncake.engine.TransferEngine."""
 
     posted: list[int] = field(default_factory=list)  # targets
     lands: bool = True
@@ -45,7 +45,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def mooncake_peer(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, which imports the library."""
+    """Import the module with a stand-in for the library."""
     api = SimpleNamespace(start_engine=lambda _host: engine, prepare_end=lambda _engine: None)
     monkeypatch.setitem(sys.modules, f"{PACKAGE}.mooncake_api", api)
     monkeypatch.setitem(sys.modules, f"{PACKAGE}.mooncake_peer", None)  # so that the end of the test removes it

@@ -23,7 +23,7 @@ THEIRS = 64
 
 
 class Damaging:
-    """A NixlTransfer, of whose first write one piece is then written again, from a page where one bit is another."""
+    """A NixlTransfer that then writes a piece of its first write again with one bit flipped."""
 
     def __init__(self, transfer: NixlTransfer, pages: Pages) -> None:
         self.endpoint, self.aux = transfer.endpoint, transfer.aux
@@ -47,7 +47,7 @@ class Damaging:
         if self._done:
             return
         self._done = True
-        spare = self._pages.memory[-1]  # no prompt's
+        spare = self._pages.memory[-1]  # unused
         spare[:size] = self._pages.memory.reshape(-1)[source : source + size]
         spare[size // 2] ^= 1
         piece = Pieces(*(np.array([n]) for n in (self._pages.memory.nbytes - spare.nbytes, target, size)))
@@ -55,7 +55,7 @@ class Damaging:
 
 
 async def _send(transfer: NixlTransfer, pages: Pages, peer: Peer, room: str, *, damaged: bool) -> str:
-    """What the other process says of a prompt that it got in two chunks."""
+    """Send a prompt in two chunks; return the other process's verdict."""
     endpoint, theirs = peer.endpoint, [4, 2, 0, 1, 3]
     ours = list(range(pages.layout.pages_for(NUM_TOKENS)))[::-1]
     slot = int(peer.say(f"receive {room} {NUM_TOKENS} {pages.layout.page_size} {' '.join(map(str, theirs))}"))

@@ -1,4 +1,4 @@
-"""Which of NIXL's packages is imported, and where UCX logs."""
+"""The choice of NIXL's package, and where UCX logs."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ from components.kv_transfer import nixl_api
         ("2.13.0", {"nixl", "nixl_cu13", "nixl_cu12"}, "nixl"),
         ("2.13.0", {"nixl_cu13"}, "nixl_cu13"),
         (None, {"nixl"}, "nixl"),
-        (None, set(), "nixl"),  # its import says what is missing
+        (None, set(), "nixl"),  # importing it names the missing package
     ],
 )
 def test_the_build_is_chosen_by_torch_and_by_what_is_installed(
@@ -35,7 +35,7 @@ def test_the_build_is_chosen_by_torch_and_by_what_is_installed(
 
 
 def test_what_ucx_logs_does_not_come_between_the_lines_of_a_program() -> None:
-    """It warns of a variable that it does not use, by default to stdout."""
+    """It warns of an unused variable, by default on stdout."""
     program = (
         "import os; from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config as config;"
         " agent = nixl_agent('a', config(backends=['UCX'])); os._exit(0)"  # as list_plugins does

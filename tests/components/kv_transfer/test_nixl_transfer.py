@@ -33,7 +33,7 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.anyio
 
 REPO: Final = Path(__file__).resolve().parents[3]
-TRIES: Final = 20  # for what the thread may be in the way of
+TRIES: Final = 20  # the thread may interfere
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def start_peer() -> Iterator[StartPeer]:
 
 @pytest.fixture(scope="module")
 def shared_peer(start_peer: StartPeer) -> Peer:
-    """For the tests that do not kill it."""
+    """A peer for tests that do not kill it."""
     return start_peer("decode-shared")
 
 
@@ -66,7 +66,7 @@ async def transfer(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def test_a_lost_connection_to_a_living_peer_is_made_again(
     transfer: NixlTransfer, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NIXL refused all later writes to a decode whose link had been cut for a while."""
+    """NIXL refused all writes to a decode whose link had been cut for a while."""
     peer = shared_peer.endpoint
     shared_peer.say("expect never-sent")  # UCX answers only while the process waits for something
     await transfer.connect(peer)
@@ -96,7 +96,7 @@ def _noted(remove: Callable[[str], None], removed: list[str]) -> Callable[[str],
 
 
 class Posts:
-    """Every write that a transfer posts, and waits for: on which thread, and in how many descriptors."""
+    """Records every posted write: its thread and number of descriptors."""
 
     def __init__(self, transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.threads: list[int] = []
@@ -171,7 +171,7 @@ async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
 async def test_only_a_write_between_two_gpus_is_judged_by_its_speed(
     transfer: NixlTransfer, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pools are in main memory, as those of GPUs are to a UCX that finds no way between them."""
+    """The pools are in main memory, which is as slow as GPUs without a direct path."""
     agent, pages = shared_peer.endpoint.agent, range(4)
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
@@ -205,7 +205,7 @@ async def test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it(
 async def test_after_the_end_writes_are_refused_and_the_agent_is_not_touched(
     transfer: NixlTransfer, shared_peer: Peer, posts: Posts
 ) -> None:
-    """A short write was posted by the event loop after `stop`; the wait for a long one never ended."""
+    """After `stop`, the event loop posted a short write, and the wait for a long one never ended."""
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
@@ -276,7 +276,7 @@ async def test_a_pool_at_no_address_is_a_failed_transfer_and_the_thread_lives(
 
 
 def rows(pages: Pages) -> NDArray[Any]:
-    """The pool as [pages, heads, layers, 2, page_size, bytes of a row]."""
+    """Return the pool as [pages, heads, layers, 2, page_size, bytes of a row]."""
     layout = pages.layout
     return pages.memory.reshape(-1, layout.kv_heads, layout.layers, 2, layout.page_size, layout.row_bytes)
 
@@ -285,7 +285,7 @@ def rows(pages: Pages) -> NDArray[Any]:
 async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_large_page(
     ours: int, theirs: int, start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt ends inside a page too: what follows it there stays as it was, as does every other page."""
+    """The prompt ends inside a page, whose rest must not change, nor any other page."""
     peer = start_peer(f"decode-{theirs}", page_size=theirs)
     mine, expected = on_tested_device(ours), of_size(theirs)
     mine.fill(seed=5)
@@ -341,7 +341,7 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
 
 
 async def test_a_notification_is_polled_often_once_it_is_announced(transfer: NixlTransfer) -> None:
-    transfer.poll_often("boot/1")  # nobody expects it
+    transfer.poll_often("boot/1")  # not expected
     first, second = transfer.expect("boot/1", 1), transfer.expect("boot/2", 2)
     assert transfer._patience() == POLL_EXPECTED_S
     transfer.poll_often("boot/2")
@@ -452,7 +452,7 @@ async def test_a_dead_peer_leaves_nothing_behind(transfer: NixlTransfer, start_p
 async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
     transfer: NixlTransfer, start_peer: StartPeer, short: bool
 ) -> None:
-    """A stopped process answers nothing and never will: forgetting it is what ends the write."""
+    """A stopped process never answers: forgetting it must end the write."""
     transfer._short_pages *= short
     killed, stopped = start_peer(f"decode-killed-{short}"), start_peer(f"decode-stopped-{short}")
     for peer in (killed, stopped):

@@ -1,4 +1,4 @@
-"""An aux slot that is reused at once, in every order of what lands in it: only its own whole record completes a transfer."""
+"""An aux slot that is reused at once, with writes in every order: only its own complete record completes a transfer."""
 
 import asyncio
 from collections.abc import Callable
@@ -30,7 +30,7 @@ OLD_BYTES, NEW_BYTES = sealed(OLD, "old"), sealed(NEW, "new")
 
 
 class Slot:
-    """The only slot: given up by one transfer, and taken by the next in the same turn."""
+    """One slot, which the next transfer takes in the turn in which the last one frees it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -54,7 +54,7 @@ class Slot:
         self.aux._memory[0, at : at + len(data)] = list(data)
 
     def poll(self) -> None:
-        self.now_s += 0.01  # later than the next look at all slots
+        self.now_s += 0.01  # after the next poll of all slots
         self.arrivals.poll()
 
     @property

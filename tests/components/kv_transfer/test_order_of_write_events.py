@@ -55,7 +55,7 @@ class Prepared:
 
 @dataclass
 class Library:
-    """See nixl_agent."""
+    """Replaces nixl_agent."""
 
     posted: list[Handle] = field(default_factory=list)
     remotes: set[str] = field(default_factory=set)
@@ -105,7 +105,7 @@ class Library:
 
 
 class Story:
-    """One prefill that writes to one decode."""
+    """A prefill writes to a decode."""
 
     def __init__(self, library: Library, transfer: NixlTransfer) -> None:
         self.library = library
@@ -215,7 +215,7 @@ async def test_a_write_ends_once_and_not_while_it_may_land(names: list[str], sto
 
 
 async def test_a_process_that_leaves_is_not_kept_by_its_open_writes(story: Story) -> None:
-    """A worker that left while a peer was out of reach never ended: a transfer waited for its write, even if cancelled."""
+    """A worker that left while a peer was unreachable never ended: its transfer waited for the write, even if cancelled."""
     await story.transfer.connect(story.peer)
     await story.write()
     await story.break_()
@@ -234,10 +234,7 @@ async def test_a_process_that_leaves_is_not_kept_by_its_open_writes(story: Story
 async def test_a_long_write_posts_no_step_after_its_deadline(
     call: str, num_posted: int, step: int, story: Story, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock was read before the first step only, but a prefill may be stopped in each one.
-
-    If it resumed late, the next steps overwrote pages that decode had given to another request.
-    """
+    """Only the first step checked it: a prefill that was stopped later overwrote pages that decode had reused."""
     await story.transfer.connect(story.peer)
     clock = SimpleNamespace(now_s=1.0)
     clock.time = lambda: clock.now_s

@@ -24,7 +24,7 @@ def _nothing() -> None:
 async def test_a_thread_that_loses_the_processor_continues_to_poll() -> None:
     """A timed `get` of CPython's SimpleQueue waited forever if its thread was preempted as the wait began.
 
-    On a busy machine a transfer then hung until the next one came, or until its deadline.
+    On a busy machine a transfer then hung until the next one, or its deadline.
     """
     polls = 0
 
@@ -32,17 +32,17 @@ async def test_a_thread_that_loses_the_processor_continues_to_poll() -> None:
         nonlocal polls
         polls += 1
         if polls % 2:
-            thread.wake()  # so that half of the waits begin with a lock that is free, as the fault needs
+            thread.wake()  # half of the waits then begin with a free lock, as the bug needs
         return 1e-7
 
     thread = OwnThread("polls", poll)
     thread.start()
     native_id = thread._thread.native_id
     assert native_id is not None
-    core = {min(os.sched_getaffinity(0))}  # the fight is for one: other tests keep the others
+    core = {min(os.sched_getaffinity(0))}  # tests on other cores are not disturbed
     os.sched_setaffinity(native_id, core)
     thread.post(_nothing)
-    fights = "import os\nwhile True: os.sched_yield()"  # the kernel takes turns more often than with plain loops
+    fights = "import os\nwhile True: os.sched_yield()"  # switches more often than a plain loop
     busy = [subprocess.Popen([sys.executable, "-c", fights]) for _ in range(2)]
     try:
         for process in busy:
@@ -68,7 +68,7 @@ async def test_the_loop_and_the_thread_never_use_the_library_at_once() -> None:
     def use() -> None:
         nonlocal met
         users.add(threading.get_ident())
-        time.sleep(1e-4)  # lets the other one in, if nothing else keeps it out
+        time.sleep(1e-4)  # lets the other thread run
         met += len(users) > 1
         users.discard(threading.get_ident())
 
@@ -83,7 +83,7 @@ async def test_the_loop_and_the_thread_never_use_the_library_at_once() -> None:
     try:
         for _ in range(2000):
             thread.wake()
-            time.sleep(random.random() * 2e-3)  # it is done by then, or not
+            time.sleep(random.random() * 2e-3)  # before or after it ends
             thread.post_short(work)
             if min(done.values()) >= 20:
                 break
@@ -148,7 +148,7 @@ async def test_a_future_is_settled_at_once_on_the_loop_and_by_the_loop_from_the_
 
 
 async def test_after_its_end_nothing_is_done_any_more_and_what_was_handed_over_before_is() -> None:
-    """A short write used the library after `stop`, and a caller that handed over other work waited forever."""
+    """After `stop`, a short write used the library, and callers with other work waited forever."""
     done: list[str] = []
     busy = threading.Event()
     thread = OwnThread("ends", lambda: None)

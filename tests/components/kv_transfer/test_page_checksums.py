@@ -30,12 +30,12 @@ SLOT_BYTES = slot_bytes(16)
 
 
 class Copying(FakeTransfer):
-    """Writes copy bytes between two pools."""
+    """Copies bytes between two pools."""
 
     def __init__(self, pages: Pages, peer: "Copying | None" = None, room: int = 16) -> None:
         super().__init__(aux=AuxBuffer(8, max_checksums=room), peer=peer)
         self.pages = pages
-        self.damaged: set[int] = set()  # the peer's pages that change on their way
+        self.damaged: set[int] = set()  # the peer's pages
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
         moved = await super().write_pages(agent, source, target, deadline_unix_ms)
@@ -91,7 +91,7 @@ async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
     pages = Pages()
     pages.fill(3)
     checksums = PageChecksums(pages).of_transfer(LAYOUT_OF_PEER.page_size)
-    await checksums.add([5, 0, 63], range(40))  # of the last page, what no token fills is sent, too
+    await checksums.add([5, 0, 63], range(40))  # the empty rest of the last page is sent too
     assert await checksums.total() == [crc32(pages.memory[i].tobytes()) for i in (5, 0, 63)]
 
 

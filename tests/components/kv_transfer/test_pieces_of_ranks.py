@@ -1,4 +1,4 @@
-"""Pieces between instances of several ranks: every byte of every copy of a page is written exactly once, and right."""
+"""Pieces between instances of several ranks: each byte of each copy of a page is written once, correctly."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def numbers(layout: KvLayout, pages: Sequence[int], num_tokens: int) -> Bytes:
-    """A pool with a number for each (head, layer, key or value, token, byte) in its place, and 0 elsewhere."""
+    """Make a pool with a number for each (head, layer, key or value, token, byte), and 0 elsewhere."""
     pool = np.zeros((PAGES, layout.num_heads, layout.layers, 2, layout.page_size, layout.row_bytes), dtype=np.uint8)
     axes = np.ix_(layout.heads, range(layout.layers), range(2), range(layout.row_bytes))
     for token in range(num_tokens):
@@ -67,7 +67,7 @@ def test_each_byte_is_written_once_and_right(
 
 @pytest.mark.parametrize(("prefill", "decode", "pieces"), [(1, 1, 1), (1, 4, 4), (4, 1, 4), (2, 4, 4), (8, 2, 4)])
 def test_a_page_is_one_piece_for_each_pair_of_ranks(prefill: int, decode: int, pieces: int) -> None:
-    """With as many heads as here: pages are head-major."""
+    """With this number of heads; pages are head-major."""
     pairs = product(range(prefill), range(decode))
     layouts = [(of_shard(WHOLE, i, prefill), of_shard(WHOLE, k, decode)) for i, k in pairs]
     assert sum(len(cut(ours, theirs, range(16), [3], [5])) for ours, theirs in layouts) == pieces
@@ -92,5 +92,5 @@ def test_layouts_that_cannot_exchange_pages_name_both_values() -> None:
         check_compatible(of_shard(WHOLE, 0, 2), replace(WHOLE, version=3))
     with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 8 there"):
         check_compatible(of_shard(WHOLE, 0, 2), of_shard(replace(WHOLE, kv_heads=8), 0, 4))
-    with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 0 there"):  # a record that is wrong
+    with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 0 there"):  # a wrong record
         check_compatible(WHOLE, replace(WHOLE, kv_heads=0))

@@ -1,4 +1,4 @@
-"""The leader's connection to a follower: each order's future ends once, whatever comes in whatever order."""
+"""The leader's connection to a follower: each order's future ends once, in any order of answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.anyio
 
 WRITE: Final = Write("decode", (0, 16), [1], [2], 1 << 50)
 LONG: Final = Write("decode", (0, 16 * 5000), list(range(5000)), list(range(5000)), 1 << 50)
-ENOUGH: Final = 100  # long orders that no socket's buffers hold
+ENOUGH: Final = 100  # long orders, more than socket buffers hold
 
 
 @dataclass
 class Follower:
-    """It answers what the test lets it."""
+    """Answers when the test says so."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -137,7 +137,7 @@ async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_connection_
 
 
 async def test_a_leader_closes_the_connection_of_a_follower_that_reads_nothing(tmp_path: Path) -> None:
-    """A leader that left waited for a stopped follower to read its orders, and so never came to kill it."""
+    """A leader that left waited for a stopped follower to read its orders, and never killed it."""
     async with joined(tmp_path) as (connection, _):
         writes = [connection.ask(LONG) for _ in range(ENOUGH)]
         await asyncio.wait_for(connection.close(), PATIENCE_S)
@@ -147,7 +147,7 @@ async def test_a_leader_closes_the_connection_of_a_follower_that_reads_nothing(t
 
 
 async def test_followers_sum_their_pages_at_the_same_time(tmp_path: Path) -> None:
-    """The second was asked only after the first had answered."""
+    """The second got its order only after the first had answered."""
     region = Pages(layout=of_shard(LAYOUT, 0, 2), num_pages=1)
     async with joined(tmp_path) as (first, one), joined(tmp_path) as (second, other):
         sums = PageChecksums(region, [first, second]).of_transfer(LAYOUT.page_size)

@@ -1,4 +1,4 @@
-"""A follower makes progress for peers that write exactly while its leader expects an aux slot, in every order of orders."""
+"""A follower makes NIXL progress exactly while its leader expects an aux slot, in every order of orders."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,12 +38,12 @@ def transfer_of(end: RankEnd) -> NixlTransfer:
 
 
 def is_receiving(end: RankEnd) -> bool:
-    """Whether NIXL's thread makes progress; not counting what lingers."""
+    """Whether NIXL's thread makes progress, without the lingering after an order."""
     return bool(transfer_of(end)._arrivals._expected)
 
 
 async def obey_all(end: RankEnd, orders: tuple[Order, ...], turns: int) -> None:
-    """As `execute_orders`: a task for each."""
+    """Run each order in a task, like `execute_orders`."""
     async with asyncio.TaskGroup() as tasks:
         for order in orders:
             tasks.create_task(end.execute(1, order))
@@ -52,7 +52,7 @@ async def obey_all(end: RankEnd, orders: tuple[Order, ...], turns: int) -> None:
 
 
 async def test_a_follower_receives_after_the_last_order_says_so(end: RankEnd) -> None:
-    """The leader's last transfer landed and the next began at once: the follower read both orders, and received nothing."""
+    """If a transfer began as the last one landed, the follower read both orders, and received nothing."""
     for count in range(1, MAX_ORDERS + 1):
         for orders in product(ORDERS, repeat=count):
             for turns in range(MAX_TURNS + 1):
@@ -66,7 +66,7 @@ async def test_a_follower_receives_after_the_last_order_says_so(end: RankEnd) ->
 
 
 async def test_a_follower_holds_one_aux_slot_however_often_it_receives(end: RankEnd) -> None:
-    """Each order took another slot. After 1,024 of them the follower received nothing more."""
+    """Each order took another slot: after 1,024 orders the follower received nothing."""
     for _ in range(SLOTS + 1):
         await obey_all(end, (Receive(on=True), Receive(on=False)), 1)
     await end.execute(1, Receive(on=True))

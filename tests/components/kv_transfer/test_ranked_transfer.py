@@ -59,7 +59,7 @@ class Instance:
 
 
 def pool(layout: KvLayout, whole: Pool | None) -> Pool:
-    """A rank's heads of `whole`; zeros if it is None."""
+    """Return a rank's heads of `whole`; zeros if it is None."""
     shape = (PAGES, layout.num_heads, layout.layers, 2, layout.page_size, layout.row_bytes)
     return np.zeros(shape, np.uint8) if whole is None else np.ascontiguousarray(whole[:, layout.heads])
 
@@ -81,7 +81,7 @@ async def instance(
 
 
 async def sums(side: Instance, layouts: Sequence[KvLayout], table: list[int], peer_shards: int) -> list[int]:
-    """Of all tokens: of prefill, or of every copy on decode."""
+    """Return the sums of all tokens, of prefill or of every copy on decode."""
     own = Region(side.pools[0].ctypes.data, PAGES, side.opened.transfer.endpoint.layout)
     checksums = PageChecksums(own, side.opened.writes.connections)
     one = checksums.of_transfer(layouts[1].page_size, peer_shards, every_copy=True)
@@ -167,7 +167,7 @@ async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_
 
 
 async def test_a_follower_posts_nothing_after_the_deadline(tmp_path: Path) -> None:
-    """It may have been stopped before it read its order. By then the peer may have given its pages to another request."""
+    """It may have been stopped before it read its order. Meanwhile the peer may have reused its pages."""
     async with AsyncExitStack() as stack:
         prefill = await stack.enter_async_context(instance(tmp_path, "p", 2, 16))
         decode = await stack.enter_async_context(instance(tmp_path, "d", 2, 16))
@@ -185,7 +185,7 @@ async def test_a_follower_posts_nothing_after_the_deadline(tmp_path: Path) -> No
 async def test_no_rank_posts_a_step_of_its_write_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank's long write goes in steps, and the instance may be stopped between any two of them."""
+    """The instance may be stopped between two steps of a long write."""
     monkeypatch.setattr(nixl_transfer, "SHORT_BYTES", 1)  # a page a step
     num_steps = 2 * PAGES
     looks: Iterator[int] = iter(())

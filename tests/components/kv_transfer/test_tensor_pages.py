@@ -1,4 +1,4 @@
-"""Pages in a tensor, which the tests of a GPU use, are those in plain memory."""
+"""Pages in a tensor, for tests on a GPU, equal those in plain memory."""
 
 import numpy as np
 import pytest

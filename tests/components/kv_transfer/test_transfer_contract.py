@@ -1,4 +1,4 @@
-"""What every backend must do, between two real processes."""
+"""The contract of every backend, between two real processes."""
 
 import asyncio
 import gc
@@ -54,9 +54,9 @@ def start_peer(backend: str) -> Iterator[StartPeer]:
 
 @pytest.fixture(scope="module")
 def shared_peer(start_peer: StartPeer) -> Peer:
-    """For the tests that do not kill it."""
+    """A peer for tests that do not kill it."""
     peer = start_peer("decode-shared")
-    assert peer.endpoint.num_pages == NUM_PAGES  # read here: it is the first line that it says
+    assert peer.endpoint.num_pages == NUM_PAGES  # read first: it is the first line
     return peer
 
 
@@ -169,7 +169,7 @@ async def test_an_unknown_peer_and_pages_out_of_range_are_failed_transfers(
 
 
 async def test_nothing_is_posted_after_the_deadline(transfer: KvTransfer, pages: Pages, shared_peer: Peer) -> None:
-    """A process that was stopped may be late with a post. By then the peer may have reused its pages and its slot."""
+    """A stopped process may post late. By then the peer may have reused its pages and slot."""
     agent = shared_peer.endpoint.agent
     await transfer.connect(shared_peer.endpoint)
     shared_peer.say("expect never-sent")
@@ -240,7 +240,7 @@ async def test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served(
 async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_pages_leaves(
     transfer: KvTransfer, pages: Pages, start_peer: StartPeer, backend: str
 ) -> None:
-    """A stopped process answers nothing, and may wake up: by then our pages are another request's."""
+    """A stopped process may continue later, when our pages belong to another request."""
     hung = start_peer("decode-hung")
     await transfer.connect(hung.endpoint)
     hung.say("expect never-sent")
@@ -267,7 +267,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
 async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files_left_open(
     backend: str, pages: Pages, shared_peer: Peer
 ) -> None:
-    """The best of a few rounds counts: a busy machine, and other agents of this process, spoil one now and then."""
+    """The best of a few rounds counts: other load spoils some."""
     shared_peer.say("expect never-sent")
     seen = []
     for _ in range(ROUNDS):
@@ -279,7 +279,7 @@ async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files
 
 
 async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
-    """Returns: the longest pause of the event loop in seconds, and the number of files that were left open."""
+    """Return the longest pause of the event loop in seconds, and the number of files left open."""
     stalls = [0.0]
 
     async def watch() -> None:
@@ -288,7 +288,7 @@ async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
             await asyncio.sleep(0.005)
             stalls.append(time.monotonic() - slept)
 
-    gc.collect()  # else it closes files of earlier tests, which would hide those left open here
+    gc.collect()  # so that it closes no files of earlier tests meanwhile
     watching = asyncio.create_task(watch())
     for turn in range(4):
         if turn == 1:
@@ -303,17 +303,14 @@ async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
 
 @pytest.fixture
 def earlier_threads() -> set[str]:
-    """Those that run before `transfer` is opened: a test asks for this first."""
+    """The threads that run before `transfer` is opened; a test must request this fixture first."""
     return {task.name for task in THREADS.iterdir()}
 
 
 async def test_nothing_runs_without_a_waiting_caller(
     earlier_threads: set[str], transfer: KvTransfer, shared_peer: Peer, backend: str
 ) -> None:
-    """Of a second of idling, well under a fifth is spent; expecting something costs NIXL alone its polls.
-
-    Only the event loop and the threads that `transfer` has started are looked at: agents of other modules run, too.
-    """
+    """An idle second costs well under 0.2 s of processor time; only NIXL polls while it expects a notification."""
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     await transfer.write_pages(shared_peer.endpoint.agent, [0], [0], LATER_MS)
@@ -326,7 +323,7 @@ async def test_nothing_runs_without_a_waiting_caller(
 
 
 def _used_s(earlier_threads: set[str]) -> float:
-    """Processor time of this thread, and of all that are not `earlier_threads`."""
+    """Return the processor time of this thread and of all but `earlier_threads`."""
     started = [task for task in THREADS.iterdir() if task.name not in earlier_threads]
     ticks = 0
     for task in started:

@@ -1,4 +1,4 @@
-"""What a worker reports of the ways to its peers, with real sockets and a real mapped segment."""
+"""The transports that a worker reports, with real sockets and a real mapped segment."""
 
 import mmap
 import socket
@@ -43,7 +43,7 @@ def test_listeners_and_connections_of_this_process_are_seen_and_no_others() -> N
 
 
 def test_a_segment_that_is_mapped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of its own: agents of other tests map segments in this one, and let go of them at any time."""
+    """It needs its own process, as agents of other tests map segments here."""
     file = tmp_path / "ucx_shm_posix_1"
     file.write_bytes(b"\0" * mmap.PAGESIZE)
     with Popen([sys.executable, "-c", _MAP_AND_CLOSE, file], stdin=PIPE, stdout=PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Where KV transfer listens. UCX has no password, so any client that reaches its port can end the process."""
+"""The addresses of KV transfer: any client that reaches UCX's port can end the process."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ print(json.dumps([str(listener.address) for listener in listeners()]))
 
 
 def own_address() -> str | None:
-    """An address of this machine other than loopback."""
+    """Return an address of this machine other than loopback."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -45,7 +45,7 @@ def addresses_of_an_agent(host: str, **env: str) -> list[str]:
 
 
 def test_on_one_machine_nixl_listens_on_loopback_alone() -> None:
-    """It listened on each interface: 21 bytes from the network ended decode, in a mesh that was started without options."""
+    """It listened on each interface by default: 21 bytes from the network ended decode."""
     assert set(addresses_of_an_agent("127.0.0.1")) == {"127.0.0.1"}
 
 
@@ -57,7 +57,7 @@ def test_elsewhere_nixl_listens_on_the_interface_with_the_address() -> None:
     assert set(addresses_of_an_agent(own, UCX_NET_DEVICES="lo")) == {"127.0.0.1"}, "the environment wins"
 
 
-def test_a_machine_without_rdma_devices_does_not_load_what_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_rdma_devices_does_not_load_their_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """With libibverbs1 installed, each worker ended with SIGSEGV on SIGTERM."""
     for devices, modules in (([], "^ib"), (["mlx5_0:1"], None)):
         monkeypatch.setenv(ucx_settings.UCX_MODULES, "")

@@ -14,7 +14,7 @@ from components.wire.refused import Refused, raised, refusal
 
 
 class FakeBus:
-    """See `components.messaging.bus.Bus`."""
+    """Replaces `components.messaging.bus.Bus`."""
 
     def __init__(self) -> None:
         self.url = "fake"
@@ -23,18 +23,17 @@ class FakeBus:
         self.sent: list[tuple[str, Any]] = []  # every message, called or published
         self.frames: list[tuple[str, bytes]] = []
         self.broken: MeshError | None = None  # raised instead of sending
-        self.no_responders: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
+        self.no_responders: dict[str, Callable[[], None]] = {}  # called for a subject without listener
         self.max_bytes = 8 << 20
         self.is_connected = True
         self._tasks = BackgroundTasks()
 
     def serve(self, subject: str, endpoints: list[Endpoint]) -> None:
-        """Let these endpoints answer."""
         for endpoint in endpoints:
             self.handlers[f"{subject}.{endpoint.name}"] = endpoint.handler
 
     def of(self, cls: type[Any]) -> list[Any]:
-        """The messages of a class that were sent."""
+        """Return the sent messages of a class."""
         return [message for _, message in self.sent if isinstance(message, cls)]
 
     async def call(self, subject: str, request: Struct, *replies: type[Any], timeout_s: float) -> Any:

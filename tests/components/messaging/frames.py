@@ -1,4 +1,4 @@
-"""Frames from a decode instance to a frontend, numbered as it numbers them."""
+"""Numbered frames from a decode instance to a frontend."""
 
 import asyncio
 from collections import Counter
@@ -17,12 +17,12 @@ class Message:
 
 
 async def nothing_lost(_instance_id: str, first: int) -> FramesResent:
-    """The answer of an instance that has made no other frames."""
+    """Answer as an instance that has no other frames."""
     return FramesResent(oldest=first, next=first, made=first)
 
 
 class Read:
-    """What was read from a stream; a `components.messaging.inbox.Reader`."""
+    """A `components.messaging.inbox.Reader` that records a stream."""
 
     def __init__(self, stream: InStream) -> None:
         self.items: list[StreamItem] = []

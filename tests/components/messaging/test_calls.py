@@ -52,7 +52,7 @@ async def bus(nats_url: str) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def served(bus: Bus, namespace: str, handler: Handler, **others: Handler) -> AsyncIterator[str]:
-    """`handler` answers `close`; yields the subject."""
+    """Serve `close` with `handler`. Yields: the subject."""
     subject = f"{namespace}.bootstrap.one"
     endpoints = [Endpoint("close", KvComing, handler), *(Endpoint(n, KvComing, h) for n, h in others.items())]
     async with serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": "one"}):
@@ -76,7 +76,7 @@ async def test_a_call_is_answered(bus: Bus, namespace: str) -> None:
 async def test_leaving_waits_for_calls_except_after_an_error(
     bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker whose follower had ended in the midst of a write never ended: `quiesce` waited for that write."""
+    """A worker whose follower had ended during a write never ended: `quiesce` waited for that write."""
     monkeypatch.setattr(call_server, "LEAVE_S", 1000.0)
     has_begun, may_end = asyncio.Event(), asyncio.Event()
 
@@ -106,7 +106,7 @@ async def test_leaving_waits_for_calls_except_after_an_error(
 async def test_leaving_gives_up_a_call_that_does_not_end(
     bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker waited for `quiesce`, which waited for a write to a peer out of reach."""
+    """A worker waited for `quiesce`, which waited for a write to an unreachable peer."""
     monkeypatch.setattr(call_server, "LEAVE_S", 0.1)
     has_begun = asyncio.Event()
 
@@ -185,7 +185,7 @@ async def test_a_slow_handler_delays_no_other_call(bus: Bus, namespace: str) -> 
 async def test_a_message_too_large_is_refused_at_the_sender_and_the_connection_lives(
     bus: Bus, namespace: str, missing: int
 ) -> None:
-    """Headers count at the server, which drops the whole connection for one byte too many."""
+    """The server counts headers too, and disconnects a client for one byte too many."""
     data = b"\0" * (bus.client.max_payload - missing)
     request = GenerateRequest(
         request_id="r",
@@ -208,7 +208,7 @@ async def test_a_message_too_large_is_refused_at_the_sender_and_the_connection_l
 
 
 async def test_an_answer_too_large_is_refused_at_once_and_the_call_runs_once(bus: Bus, namespace: str) -> None:
-    """NATS does not take such an answer. Its caller got no error, and waited for its whole timeout."""
+    """NATS refuses such an answer. Its caller got no error, and waited for its whole time limit."""
     runs = 0
 
     async def large(_: KvComing) -> RoomOk:
@@ -236,7 +236,7 @@ async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, n
 
 
 async def test_an_unknown_kind_of_message_is_a_reason_to_try_another_instance(bus: Bus, namespace: str) -> None:
-    """It was MalformedMessage, and a client's 500, though instances of its frontend's release were there."""
+    """It was MalformedMessage, and a client's 500, although other instances knew the message."""
     async with served(bus, namespace, ok) as subject:
         answer = await bus.client.request(f"{subject}.close", msgpack.packb(["room-close.v9", {}]), timeout=PATIENCE_S)
     error = raised(unpack(answer.data, Refused))
@@ -384,7 +384,7 @@ async def test_the_trace_continues_on_the_other_side_of_a_call(bus: Bus, namespa
 async def test_a_bad_subject_is_an_error_of_ours_and_the_connection_lives(
     bus: Bus, namespace: str, subject: str
 ) -> None:
-    """One of 5,000 characters ended the process: NATS closes the connection, and nats-py does not connect again."""
+    """A subject of 5,000 characters ended the process: NATS disconnects, and nats-py does not reconnect."""
     with pytest.raises(MalformedMessage, match="is not a valid NATS subject"):
         await bus.publish_bytes(subject, b"x")
     with pytest.raises(MalformedMessage):
@@ -444,7 +444,7 @@ async def test_leaving_needs_no_nats_that_answers(tmp_path: Path, namespace: str
 
 
 async def test_leaving_with_unsent_messages_needs_no_nats(tmp_path: Path) -> None:
-    """Each process that was stopped while NATS was away ended with a traceback and status 1."""
+    """A process that was stopped during an outage of NATS ended with a traceback and status 1."""
     async with running(NATS, tmp_path) as server, asyncio.timeout(LEAVES_WITHIN_S), connect_bus(server.url, "a") as bus:
         assert server.process is not None
         server.process.kill()
@@ -459,7 +459,7 @@ async def _enter(context: Any) -> tuple[Any, Bus]:
 async def test_a_cancellation_counts_while_much_is_unsent(
     bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nats-py forgets it while it waits for its socket. An answer was generated that no caller read, and pages stayed."""
+    """nats-py forgot it while it waited for its socket: an unread answer was generated, and its pages were held."""
     monkeypatch.setattr(bus.client, "_max_pending_size", 1, raising=False)
     flushing = asyncio.Event()
 

@@ -14,7 +14,7 @@ HOUR_MS = 3_600_000
 
 
 class Clock:
-    """Ours, which the test moves; the sender's is `skew_ms` behind it."""
+    """Our clock, which the test moves; the sender's is `skew_ms` behind."""
 
     def __init__(self) -> None:
         self.monotonic_s = 1000.0
@@ -30,12 +30,12 @@ class Clock:
         return self.time_ns() // 1_000_000
 
     def message(self, late_s: float = 0.0, sender: str = "peer") -> Dated:
-        """One with a deadline in a minute, sent `late_s` ago."""
+        """Return a message with a deadline in a minute, sent `late_s` ago."""
         sent = self.now_ms() - self.skew_ms - int(late_s * 1000)
         return Dated(deadline_unix_ms=sent + LIFE_MS, sender=sender, sent_unix_ms=sent)
 
     def left_s(self, peers: PeerClocks, late_s: float = 0.0, sender: str = "peer") -> float:
-        """What is left of a message's minute when it has been read."""
+        """Return the time left of a message's minute when it is read."""
         return (peers.converted(self.message(late_s, sender)).deadline_unix_ms - self.now_ms()) / 1000
 
 
@@ -66,15 +66,15 @@ def test_what_waited_in_the_socket_of_a_frozen_process_is_late(clock: Clock) -> 
     peers = PeerClocks()
     clock.skew_ms = HOUR_MS
     clock.left_s(peers)
-    clock.monotonic_s += 1000  # frozen: nothing was read, and what came first has waited longest
+    clock.monotonic_s += 1000  # frozen: the first messages have waited longest
     assert [round(clock.left_s(peers, late_s)) for late_s in (1000, 90, 30, 0)] == [60 - 1000, 60 - 90, 30, 60]
 
 
 def test_messages_that_waited_in_a_long_frozen_process_are_late_whatever_is_handled_first(clock: Clock) -> None:
     """A scrape, or a new sender, made the process forget all peers that had been silent for ten minutes.
 
-    After a longer freeze those were all. Each message that had waited became a first one and counted as on time, so prefill
-    could write to pages that decode had given to another request.
+    After a longer freeze, each waiting message counted as the first one and as on time, so prefill could write to pages
+    that decode had reused.
     """
     peers = PeerClocks()
     clock.left_s(peers)
@@ -89,8 +89,8 @@ class Fence(Dated):
 
 
 def test_a_first_message_that_waited_does_not_extend_the_deadline_of_writes(clock: Clock) -> None:
-    """A prefill was stopped before it read its first messages, and continued after the offer's end. The time for which they
-    had waited counted as the sender's skew, so it wrote into pages that decode had given to another request."""
+    """A prefill was stopped before it read its first messages, and continued after the offer's deadline. Their waiting time
+    counted as skew, so it wrote into pages that decode had reused."""
     peers = PeerClocks()
 
     def left_s(late_s: float, kind: type[Dated] = Fence) -> float:
@@ -107,7 +107,7 @@ def test_a_first_message_that_waited_does_not_extend_the_deadline_of_writes(cloc
 
 @pytest.mark.parametrize("skew_ms", [30_000, HOUR_MS])
 def test_deadlines_of_writes_are_converted_once_their_sender_is_known(clock: Clock, skew_ms: int) -> None:
-    """A difference of an hour is no wait: it is converted from the first message on, as a clock that is behind is."""
+    """A difference of an hour is skew, not waiting time, so it is converted from the first message on."""
     peers = PeerClocks()
     clock.skew_ms = skew_ms
     left_s = []
@@ -155,7 +155,7 @@ def test_each_peer_has_a_clock_of_its_own_and_the_worst_is_shown(clock: Clock) -
 
 
 def test_two_roles_may_have_one_id_and_different_clocks(clock: Clock) -> None:
-    """They shared one measurement, so deadlines of the one with the greater difference were early."""
+    """They shared one measurement, so deadlines of one were early."""
 
     class FromDecode(Dated):
         sent_by = "decode"

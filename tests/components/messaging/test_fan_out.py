@@ -1,4 +1,4 @@
-"""Which instances follow which in large fleets, and how often instances may send: the total stays within the budget."""
+"""Subscriptions and sending rates in large fleets: the deliveries stay within the budget."""
 
 import asyncio
 
@@ -20,7 +20,7 @@ from components.wire.kv_events import unpack_batch
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
 
-BUDGET_PER_S = 50_000  # of all heartbeats, KV events, questions and answers together
+BUDGET_PER_S = 50_000  # heartbeats, KV events, queries and answers together
 
 
 def instances(role: Role, count: int, first: int = 0, model: str | None = "m") -> list[InstanceRecord]:
@@ -40,7 +40,7 @@ def fleet(prefill: int, decode: int, frontends: int) -> InstanceBook:
 
 
 def deliveries_per_s(sizes: FleetSizes) -> float:
-    """Of heartbeats, KV events and questions with their answers, with all workers busy and one planner."""
+    """Return the deliveries of heartbeats, KV events, queries and answers, with all workers busy and one planner."""
     roles: tuple[Role, ...] = ("decode", "prefill")
     asked = 0 if sizes.pairs <= ALL_PAIRS else 2 * sizes.queries_per_s() * sizes.count("decode")
     return asked + sum(
@@ -134,7 +134,7 @@ class Counting:
 
 
 def test_a_busy_worker_publishes_a_batch_of_kv_events_as_often_as_it_may() -> None:
-    """What its cache gains meanwhile leaves with the next batch."""
+    """Changes between two batches are in the next one."""
 
     async def test() -> None:
         bus = Counting()

@@ -1,4 +1,4 @@
-"""A decode instance over a real NATS: it follows the prefill instances of a small fleet, and asks those of a large one."""
+"""A decode instance over a real NATS follows the prefill instances of a small fleet, and queries those of a large one."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -64,7 +64,7 @@ class Worker:
 
 
 class Scene:
-    """Eight prefill instances, and what a decode instance knows of them."""
+    """Eight prefill instances, and a decode instance's view of them."""
 
     def __init__(self, bus: Bus, book: InstanceBook, following: SubscriptionChoice, fleet: Fleet) -> None:
         self.bus, self.book, self.following, self.fleet = bus, book, following, fleet
@@ -79,14 +79,14 @@ class Scene:
         return await candidate_queries.query(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
 
     async def stop(self, name: str) -> None:
-        """It answers nothing more, and stays in etcd."""
+        """Let it answer no more, but stay in etcd."""
         await self.running.pop(name).aclose()
 
 
 @pytest.fixture
 async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(fan_out, "ALL_PAIRS", 40)
-    for limit in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S"):  # NATS refuses at once what is asked of a stopped instance
+    for limit in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S"):  # NATS refuses queries to a stopped instance at once
         monkeypatch.setattr(load_queries, limit, 5.0)
     book = InstanceBook()
     for name in NAMES:
@@ -125,7 +125,7 @@ async def test_a_large_fleet_is_asked_and_not_followed(scene: Scene) -> None:
 
 
 async def test_the_instance_that_has_the_prompt_cached_is_found(scene: Scene) -> None:
-    """All prompts with this beginning ask the same instances; the one that computed it says how much it has."""
+    """Prompts with the same beginning query the same instances; the one that computed it reports its cached tokens."""
     first = (await scene.query()).choose()
     assert first is not None
     blocks = prompt_blocks()(PAGE)
@@ -217,7 +217,7 @@ async def test_without_questions_left_a_candidate_is_chosen_unasked(
 
 
 async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_again(scene: Scene) -> None:
-    """It does not switch to and fro at one size."""
+    """The two sizes differ, so it does not switch back and forth."""
     index, alive = scene.fleet.index, scene.fleet.alive
     assert index is not None
     scene.workers["p0"].cache(b"block".ljust(16))
@@ -243,7 +243,7 @@ async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_agai
     "policy", ["round_robin", "consistent_hashing", "prefix_hash", "session_affinity", "least_load"]
 )
 async def test_every_policy_chooses_among_those_that_answer(scene: Scene, namespace: str, policy: str) -> None:
-    """Requests with one session meet at one instance, where the policy is about sessions."""
+    """With a session policy, requests of one session go to one instance."""
     watching = open_fleet(scene.bus, namespace, "prefill", scene.book, policy, following=scene.following)
     async with watching as fleet:
         candidate_queries = fleet.candidate_queries

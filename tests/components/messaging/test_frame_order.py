@@ -1,4 +1,4 @@
-"""Frames that come late, twice, or not at all."""
+"""Frames that arrive late, twice, or never."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def frame(number: int) -> TokenFrame:
 
 
 class Link:
-    """An instance that keeps its frames, and a way to the frontend that loses some."""
+    """An instance that keeps its frames, and a link to the frontend that loses some."""
 
     def __init__(self, oldest: int = 0, loses: Callable[[int], bool] = lambda _: False) -> None:
         self.made = 0
@@ -56,7 +56,7 @@ class Link:
 
 
 class LosesOnce:
-    """Each of these numbers, the first time."""
+    """Loses each of these numbers the first time."""
 
     def __init__(self, *numbers: int) -> None:
         self.left = set(numbers)
@@ -83,7 +83,7 @@ def test_a_gap_is_filled_within_a_round_trip_and_frames_are_dealt_in_order() -> 
 
 
 def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
-    """A client waited for its whole deadline, ten minutes by default, because the frame with the end was lost."""
+    """A client waited until its deadline, because the frame with the end was lost."""
 
     async def test() -> None:
         link = Link(loses=LosesOnce(2))
@@ -143,7 +143,7 @@ def test_frames_that_the_instance_has_forgotten_end_its_streams_and_later_ones_a
 
 
 def test_a_foreign_frame_with_a_future_number_is_dropped() -> None:
-    """The frontend would wait for it without end."""
+    """The frontend would wait for the frames before it forever."""
 
     async def test() -> None:
         link = Link()

@@ -1,4 +1,4 @@
-"""Headers as our client reads them, beside nats-py's own parser."""
+"""Our client's headers are those of nats-py's own parser."""
 
 import pytest
 from nats.aio.client import Client

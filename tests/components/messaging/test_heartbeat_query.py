@@ -1,4 +1,4 @@
-"""Asking all workers of a role over a real NATS."""
+"""A query to all workers of a role, over a real NATS."""
 
 from contextlib import AsyncExitStack
 

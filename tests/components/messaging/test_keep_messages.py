@@ -22,7 +22,7 @@ async def test_the_frontends_decision_lets_another_process_export_what_it_holds(
         follow_kept(bus, namespace, decode),
         announce_kept(bus, namespace, frontend),
     ):
-        for data in (b"", b"\xff" * 40, b"\x92\xa1x\x90"):  # what a stranger sends ends nothing
+        for data in (b"", b"\xff" * 40, b"\x92\xa1x\x90"):  # foreign messages end nothing
             await bus.publish_bytes(subject(namespace), data)
         root = called_root(frontend, decode)
         assert not others
@@ -45,7 +45,7 @@ async def test_a_frontend_that_leaves_announces_its_last_decisions(nats_url: str
 
 
 def called_root(frontend: HeldTraces, decode: HeldTraces) -> trace.Span:
-    """The span of a request at the frontend. Decode's span of it has ended."""
+    """Return the frontend's span of a request, after decode's span has ended."""
     root = Spans(frontend.take, TokenBucket(0), holds=True).start_span(
         "chat", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r"}
     )

@@ -1,4 +1,4 @@
-"""A worker's cache and a router's mirror of it over a real NATS: after whatever happens, they agree again."""
+"""A worker's cache and a router's mirror of it, over a real NATS, agree again after any event."""
 
 import asyncio
 import random
@@ -104,7 +104,7 @@ async def scene(url: str, namespace: str, max_blocks: int = MAX_BLOCKS) -> Async
 
 
 async def test_a_router_that_starts_late_gets_a_dump_in_parts_while_events_go_on(nats_url: str, namespace: str) -> None:
-    """Three parts, and blocks of the dump go while it is fetched."""
+    """The dump has three parts, and some of its blocks are evicted while it is fetched."""
     async with scene(nats_url, namespace) as s:
         s.worker.store(fresh(2 * DUMP_PART_BLOCKS + 10))
         s.worker.register("1")
@@ -119,7 +119,7 @@ async def test_a_router_that_starts_late_gets_a_dump_in_parts_while_events_go_on
 
 
 async def test_a_second_router_that_asks_takes_nothing_from_the_first(nats_url: str, namespace: str) -> None:
-    """A dump has changes that no batch has reported yet. A router that has followed so far must still get them."""
+    """A dump has changes that are not yet in a batch. A router that has followed must still get them."""
     async with scene(nats_url, namespace) as s:
         s.worker.register("1")
         await s.until_it_agrees()
@@ -201,7 +201,7 @@ async def test_a_worker_that_cannot_be_asked_is_without_blocks_until_it_can(
         s.worker.store(fresh(50))
         s.worker.register("1")
         await s.until_it_agrees()
-        s.worker.epoch = "2"  # as for a moment after each registration: etcd knows, it does not
+        s.worker.epoch = "2"  # shortly after a registration, only etcd has the new epoch
         s.mirror._instances["w"].follower.mark_stale()
         s.mirror._ask(s.mirror._instances["w"])
         await until(lambda: s.mirror.counts.failed_dumps >= 2)

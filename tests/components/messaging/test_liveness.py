@@ -104,7 +104,7 @@ def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> N
 
 
 def test_the_end_of_a_process_is_reported_also_if_it_was_lost_before() -> None:
-    """A frontend never dropped what it kept of a decode instance that had been silent first."""
+    """A frontend kept its data of a decode instance that had been silent first."""
     watched = Watched()
     ended: list[tuple[str, str]] = []
     watched.liveness.on_ended(lambda r: ended.append((r.instance_id, r.epoch)))
@@ -131,7 +131,7 @@ def test_losses_are_counted_by_reason_and_instances_by_what_may_be_done_with_the
     watched.beat("a", drain=True)
     assert shown("kvmesh_instances", "state") == {"draining": 1, "usable": 1, "other_protocol": 1}
     assert shown("kvmesh_instances_lost_total", "reason") == {}
-    watched.book.remove("a")  # it has drained
+    watched.book.remove("a")  # drained
     watched.book.remove("c")
     watched.after(STALLED_AFTER_S + 0.1)
     assert shown("kvmesh_instances", "state") == {"stalled": 1}
@@ -275,7 +275,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
 
 
 class Told:
-    """Counts what a sender publishes; the first raises `error`."""
+    """Counts published messages; the first raises `error`."""
 
     def __init__(self, error: MeshError | None = None) -> None:
         self.beats = 0
@@ -371,7 +371,7 @@ def test_a_heartbeat_that_cannot_be_sent_does_not_end_the_sender() -> None:
 
 
 def test_what_is_usual_goes_by_time_not_by_heartbeats() -> None:
-    """Ten short steps, each with a heartbeat, are half a second. A worker whose steps took two seconds may need two again."""
+    """Ten short steps, each with a heartbeat, take only half a second. A step may still need two seconds, as before."""
     watched = Watched()
     step = 0
 
@@ -394,7 +394,7 @@ def test_what_is_usual_goes_by_time_not_by_heartbeats() -> None:
 
 
 def test_a_stalled_instance_gets_no_new_work_while_another_is_usable() -> None:
-    """Within two seconds of its last step, and long before it counts as lost: nothing moves away from it yet."""
+    """Its streams do not move yet: it counts as lost much later."""
     watched = Watched()
     for tick in range(1, 4):
         watched.beat("a", step=7, busy=True)

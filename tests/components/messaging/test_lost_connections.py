@@ -1,4 +1,4 @@
-"""A NATS connection that breaks in unusual ways comes back, or ends what stands on it: no process stays deaf and alive."""
+"""A NATS connection that breaks in unusual ways comes back, or ends its process."""
 
 import asyncio
 import logging
@@ -30,14 +30,14 @@ INFO = b'INFO {"server_id":"x","version":"2.10.0","proto":1,"headers":true,"max_
 
 
 class FakeNats:
-    """As much of a server as a client needs to connect."""
+    """The part of a server that a client needs to connect."""
 
     def __init__(self) -> None:
-        self.resets_next = False  # the next connection is reset right behind INFO
-        self.processed = b""  # what had arrived when the last PING was answered
+        self.resets_next = False  # the next connection is reset after INFO
+        self.processed = b""  # all bytes before the last answered PING
         self.silent = False
-        self.connections = 0  # so far
-        self.refuses_calls = False  # as a server without listeners does
+        self.connections = 0
+        self.refuses_calls = False  # like a server without listeners
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = ""
 
@@ -60,7 +60,7 @@ class FakeNats:
             writer.write(b"MSG %s %s %s %d\r\n%s\r\n" % (subject.encode(), sid, reply.encode(), len(data), data))
 
     def refuse_all(self) -> None:
-        """What a server says to users that it knows no longer."""
+        """Refuse all users, like a server after a change of its users."""
         for writer in self._writers:
             writer.write(b"-ERR 'Authorization Violation'\r\n")
 
@@ -91,14 +91,14 @@ class FakeNats:
 
 
 def _refusals(received: bytes, data: bytes) -> list[bytes]:
-    """What NATS answers to the calls in `data`, to the first subscription with a wildcard."""
+    """Return NATS's answers to the calls in `data`, for the first subscription with a wildcard."""
     sid = re.findall(rb"SUB \S+\.[*>] +(\d+)\r", received)[:1]
     replies = re.findall(rb"PUB \S+ (_INBOX\S+) [\d ]+\r", data)
     return [b"HMSG %s %s 16 16\r\nNATS/1.0 503\r\n\r\n\r\n" % (reply, *sid) for reply in replies]
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """RST instead of FIN."""
+    """Close with RST instead of FIN."""
     connection = writer.get_extra_info("socket")
     if connection is not None:
         with suppress(OSError):
@@ -107,7 +107,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 def test_a_bus_comes_back_when_its_server_resets_it_while_it_reconnects(caplog: pytest.LogCaptureFixture) -> None:
-    """uvloop raised RuntimeError from a write, nats-py's task ended, and the client did not reconnect: 20 of 20 times."""
+    """uvloop raised RuntimeError from a write, which ended nats-py's task: the client never reconnected."""
     caplog.set_level(logging.CRITICAL)
 
     async def run() -> None:
@@ -122,7 +122,7 @@ def test_a_bus_comes_back_when_its_server_resets_it_while_it_reconnects(caplog: 
 
 
 def test_a_connection_that_nats_ends_for_good_ends_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    """nats-py closes itself after an authorisation error and never tries again: the process stayed, registered and deaf."""
+    """nats-py closes itself after an authorisation error: the process stayed registered, but received nothing."""
     caplog.set_level(logging.CRITICAL)
 
     async def process(nats: FakeNats) -> None:
@@ -141,18 +141,18 @@ def test_a_connection_that_nats_ends_for_good_ends_the_process(caplog: pytest.Lo
 
 
 async def _ignore(_: Msg) -> None:
-    """Nothing is received here."""
+    """No message arrives."""
 
 
 async def test_a_subscription_is_active_when_it_returns() -> None:
-    """nats-py's flush overtook the subscription: a call that came at once had no receiver, once in thousands of tests."""
+    """nats-py's flush overtook the subscription, so an immediate call had no receiver."""
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus, bus.subscription("calls", _ignore):
         assert b"SUB calls" in nats.processed
 
 
 async def test_a_subscription_that_waits_for_a_silent_server_is_there_after_the_reconnect() -> None:
-    """nats-py forgot the ping that it waited for: a process that started meanwhile ended with FlushTimeoutError."""
+    """nats-py forgot its ping: a process that was starting ended with FlushTimeoutError."""
     nats = FakeNats()
 
     async def subscribe(bus: Bus) -> None:
@@ -165,7 +165,7 @@ async def test_a_subscription_that_waits_for_a_silent_server_is_there_after_the_
         await asyncio.sleep(0.1)
         nats.silent = False
         nats.reset_all()
-        await asyncio.wait_for(subscribing, PATIENCE_S)  # it fails when its flush does, after 10 s
+        await asyncio.wait_for(subscribing, PATIENCE_S)  # its flush would fail after 10 s
 
 
 async def test_the_subject_of_a_call_has_no_queue_group() -> None:
@@ -182,7 +182,7 @@ async def test_the_subject_of_a_call_has_no_queue_group() -> None:
 
 
 async def test_a_task_that_is_cancelled_just_before_it_subscribes_ends() -> None:
-    """Ctrl-C came in the step in which `inspect events` subscribed, and was forgotten."""
+    """A Ctrl-C as `inspect events` subscribed was lost."""
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus:
 
@@ -201,7 +201,7 @@ async def test_a_task_that_is_cancelled_just_before_it_subscribes_ends() -> None
 
 @pytest.mark.parametrize("turns", range(12))
 async def test_a_task_that_is_cancelled_while_it_subscribes_ends(turns: int) -> None:
-    """nats-py forgot the cancellation when it came together with NATS's answer, and the process could not end."""
+    """nats-py lost a cancellation that came together with NATS's answer, and the process could not end."""
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus:
 
@@ -230,7 +230,7 @@ async def test_a_task_that_is_cancelled_while_it_subscribes_ends(turns: int) -> 
 async def test_a_task_that_is_cancelled_while_it_connects_or_closes_ends(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11's wait_for forgot a Ctrl-C that came as NATS answered: `make up` started, and only SIGKILL ended it."""
+    """Python 3.11's wait_for lost a Ctrl-C that came as NATS answered: only SIGKILL ended `make up`."""
     calls: list[SecureClient] = []
     forgetful = asyncio.Event()
     real = getattr(SecureClient, call)
@@ -264,7 +264,7 @@ async def test_a_task_that_is_cancelled_while_it_connects_or_closes_ends(
 async def test_a_task_that_is_cancelled_while_it_begins_or_ends_to_serve_ends(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11's wait_for forgot a Ctrl-C here, too, and `make up` never stopped waiting for this task."""
+    """Python 3.11's wait_for lost a Ctrl-C here too, and `make up` waited forever."""
     called = asyncio.Event()
     real = getattr(Service, call)
 
@@ -303,7 +303,7 @@ async def test_the_error_of_each_attempt_to_connect_is_passed_on() -> None:
 
 async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
     """Other instances count this one as lost after two seconds, and move its streams."""
-    for _ in range(3):  # a busy machine may pause in one; NATS's client alone takes minutes
+    for _ in range(3):  # a busy machine may pause in one; nats-py alone takes minutes
         if (took_s := await _until_a_frozen_server_is_left()) < 3.0:  # 1.6 s
             return
     raise AssertionError(f"it took {took_s:.1f} s")
@@ -343,13 +343,13 @@ async def _until_disconnected(nats_server: FakeNats, bus: Bus) -> None:
     nats_server.reset_all()
     async with asyncio.timeout(PATIENCE_S):
         while bus.client.is_connected:
-            await asyncio.sleep(0)  # it is connected again in a moment
+            await asyncio.sleep(0)  # until it is connected again
 
 
 async def test_an_answer_that_comes_at_once_after_an_outage_is_not_of_a_steady_connection() -> None:
-    """nats-py reports a reconnect after what was sent meanwhile is answered: others had no time to reconnect.
+    """nats-py reports a reconnect only after answers to earlier messages, when others had no time to reconnect.
 
-    An instance that lived was taken for dead when etcd had lost its record in the same outage.
+    A live instance whose record etcd had lost in the same outage counted as dead.
     """
     server = FakeNats()
 
@@ -366,7 +366,7 @@ async def test_an_answer_that_comes_at_once_after_an_outage_is_not_of_a_steady_c
 
 
 async def test_a_subscription_that_ends_in_an_outage_is_not_renewed_after_it() -> None:
-    """Its messages were still handled, and twice where the same subject was subscribed again."""
+    """Its messages were still handled, and twice after a new subscription to its subject."""
     server = FakeNats()
     async with server.running(), connect_bus(server.url, "test") as bus:
         async with bus.subscription("news", _ignore):
@@ -377,7 +377,7 @@ async def test_a_subscription_that_ends_in_an_outage_is_not_renewed_after_it() -
 
 
 async def test_a_subscription_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was tried again, and each message was handled twice."""
+    """It was repeated, and each message was handled twice."""
     server = FakeNats()
 
     async def fail() -> None:
@@ -392,7 +392,7 @@ async def test_a_subscription_that_failed_is_not_kept(monkeypatch: pytest.Monkey
 
 
 async def test_a_service_that_ends_in_an_outage_takes_no_calls_after_it() -> None:
-    """A process that left while NATS was away was subscribed again, and took calls that it had nothing left to answer with."""
+    """A process that left during an outage of NATS was subscribed again, and received calls that it could not answer."""
 
     async def answer(request: KvComing) -> RoomOk:
         return RoomOk(room=request.room)
@@ -407,7 +407,7 @@ async def test_a_service_that_ends_in_an_outage_takes_no_calls_after_it() -> Non
 
 
 async def test_a_call_that_nats_has_delivered_to_a_leaving_instance_is_answered() -> None:
-    """Its caller waited for two repetitions, two seconds, until it tried another instance."""
+    """Its caller repeated it twice, for two seconds, before it tried another instance."""
 
     async def answer(request: KvComing) -> RoomOk:
         return RoomOk(room=request.room)

@@ -1,4 +1,4 @@
-"""NATS delivers a message at most once: what is lost is sent again, and what was done is not done twice."""
+"""NATS delivers at most once: lost messages are repeated, but calls run once."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ class Server:
 
 @asynccontextmanager
 async def serving(nats_url: str, namespace: str) -> AsyncIterator[tuple[Server, Bus, str]]:
-    """A server, the bus of a client, and the subject."""
+    """Yield a server, a client's bus, and the subject."""
     subject, server = f"{namespace}.bootstrap.one", Server()
     async with (
         connect_bus(nats_url, "server") as served,
@@ -60,7 +60,7 @@ async def ask(bus: Bus, subject: str, timeout_s: float = PATIENCE_S) -> RoomOk:
 
 
 def losing(send: Callable[..., Awaitable[None]], count: int) -> Callable[..., Awaitable[None]]:
-    """The first messages are lost."""
+    """Wrap `send` to lose the first `count` messages."""
     left = [count]
 
     async def lossy(*args: Any, **kwargs: Any) -> None:
@@ -76,7 +76,7 @@ def losing(send: Callable[..., Awaitable[None]], count: int) -> Callable[..., Aw
 async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
     nats_url: str, namespace: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lost answer cost ten seconds, and the one of embeddings ten minutes."""
+    """A lost answer cost ten seconds, and one of embeddings ten minutes."""
     async with serving(nats_url, namespace) as (server, client, subject):
         await ask(client, subject)
         if what == "question":
@@ -121,7 +121,7 @@ async def test_a_call_whose_receiver_leaves_ends_when_repetitions_find_no_listen
     taken = asyncio.Event()
 
     async def swallow(_: Msg) -> None:
-        """It takes the call and never answers."""
+        """Never answer."""
         taken.set()
 
     async with connect_bus(nats_url, "server") as served, connect_bus(nats_url, "client") as client:
@@ -168,7 +168,7 @@ class Asked:
 
 
 async def test_answers_of_calls_that_may_run_again_do_not_displace_those_that_must_not() -> None:
-    """Parts of KV dumps, 256 KiB each, displaced the answers to prompts. A repeated prompt then ran again."""
+    """Parts of KV dumps, 256 KiB each, evicted answers to prompts. A repeated prompt then ran again."""
     runs: list[str] = []
 
     async def part(_: KvComing) -> RoomOk:
@@ -217,7 +217,7 @@ def test_frames_are_kept_for_a_while_in_bounded_memory_and_their_numbers_go_on(
 
 
 class HandClock:
-    """In place of `time`."""
+    """Replaces `time`."""
 
     now_s = 1000.0
 
@@ -226,7 +226,7 @@ class HandClock:
 
 
 class Watched:
-    """An outbox, the frontends that it took for gone, and the clock that it reads."""
+    """An outbox, the frontends that it reported as gone, and its clock."""
 
     def __init__(self, box: StreamOutbox, bus: FakeBus, clock: HandClock) -> None:
         self.box, self.bus, self.clock = box, bus, clock
@@ -253,7 +253,7 @@ async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
 async def test_a_frontend_that_does_not_listen_for_seconds_is_gone_and_one_that_reconnects_is_not(
     watched: Watched,
 ) -> None:
-    """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
+    """Streams of a killed frontend were generated to their ends."""
     dead, stream = True, OutStream("front", 1)
 
     async def run(seconds: float) -> None:
@@ -275,7 +275,7 @@ async def test_a_frontend_that_does_not_listen_for_seconds_is_gone_and_one_that_
 
 
 async def test_a_frontend_that_was_away_twice_with_a_pause_between_its_streams_is_not_gone(watched: Watched) -> None:
-    """Only a later probe ended an absence. Two short outages of NATS, hours apart, counted as a single long one."""
+    """Two short outages of NATS, hours apart, counted as one long outage."""
     for number in range(2):
         await watched.send(OutStream("front", number), "stop")
         watched.refuse()
@@ -300,7 +300,7 @@ async def test_nats_reports_whether_frames_have_a_listener(nats_url: str, namesp
         reply = bus.on_no_responders(subject, lambda: no_responders.append(subject))
 
         async def receive(_: Msg) -> None:
-            """It reads."""
+            """Receive a probe."""
 
         async with bus.subscription(subject, receive):
             await bus.publish_bytes(subject, b"x", reply)
@@ -321,6 +321,6 @@ async def test_nats_reports_whether_frames_have_a_listener(nats_url: str, namesp
     ],
 )
 def test_whatever_a_connection_raises_is_an_error_of_ours(error: Exception) -> None:
-    """A RuntimeError of uvloop's went through everything that catches MeshError: pages leaked, processes ended."""
+    """A RuntimeError of uvloop passed every handler of MeshError: pages leaked, processes ended."""
     with pytest.raises(BackendUnavailable), translated_nats_errors("subject", "nats://n"):
         raise error

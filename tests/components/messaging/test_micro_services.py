@@ -21,7 +21,7 @@ SOON_S = 0.01
 
 @asynccontextmanager
 async def services(bus: Bus, namespace: str, **late_s: float) -> AsyncIterator[str]:
-    """Services by instance id that answer so late. Yields the subject to ask."""
+    """Serve instances that answer after `late_s`. Yields: the subject to call."""
 
     async def answer(message: Msg) -> None:
         for instance_id, seconds in late_s.items():
@@ -46,7 +46,7 @@ async def test_a_registered_instance_has_longer_to_answer_than_a_stranger(nats_u
     async with connect_bus(nats_url, "test") as bus, services(bus, namespace, busy=0.5, stranger=1.5) as subject:
         assert await ids(bus, subject, namespace, "busy") == {"busy"}
         assert await ids(bus, subject, namespace) == set()
-        await asyncio.sleep(1.5)  # the services' later answers
+        await asyncio.sleep(1.5)  # until later answers have arrived
 
 
 async def test_the_wait_ends_with_the_last_answer_or_at_the_limit(
@@ -63,7 +63,7 @@ async def test_the_wait_ends_with_the_last_answer_or_at_the_limit(
 
 
 async def test_other_services_have_any_form(nats_url: str, namespace: str) -> None:
-    """An answer without metadata, or of another language's library, raised an error in the connection's task."""
+    """An answer without metadata raised an error in the connection's task."""
     mine = {"name": "x", "metadata": {"subject": f"{namespace}.local.a"}, "endpoints": [{"name": "count"}]}
     elsewhere = {"name": "x", "metadata": {"subject": f"{namespace}0.local.a"}}
     foreign = [b"no JSON", b"[]", b'{"metadata": null}', b'{"name": "y", "endpoints": [{"name": "z", "data": "text"}]}']

@@ -1,4 +1,4 @@
-"""A call, its repetitions and its answers, in every order: it runs once, and its caller learns once what became of it."""
+"""A call, its repetitions and its answers, in every order: it runs once, and returns or raises once."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ TURNS: Final = 12
 
 
 class ImpossibleOrder(Exception):
-    """Its next event cannot happen."""
+    pass
 
 
 class Calling:
-    """A caller, an instance and what is on its way between them. This is also the NATS client of both."""
+    """A caller, an instance, and the messages between them. This is also the NATS client of both."""
 
     def __init__(self) -> None:
         self.questions: deque[Msg] = deque()
@@ -77,7 +77,7 @@ class Calling:
         await self._receive(Request(message))
 
     async def be_refused(self) -> None:
-        """The instance is away from NATS for a moment."""
+        """The instance is briefly disconnected from NATS."""
         message = await self._next_question()
         self.refused_in_row += 1
         self.most_refused_in_row = max(self.most_refused_in_row, self.refused_in_row)
@@ -103,7 +103,7 @@ class Calling:
         self.running.pop().set_result(None)
 
     async def fail(self) -> None:
-        """What the handler waits for is cancelled by another task."""
+        """Another task cancels the work of the handler."""
         if not self.running:
             raise ImpossibleOrder
         self.running.pop().cancel()
@@ -127,7 +127,7 @@ def _orders(length: int, impossible: set[tuple[str, ...]]) -> Iterator[tuple[str
 
 
 async def _settle(calling: Calling, asking: "asyncio.Task[Msg]") -> None:
-    """From now on nothing is lost."""
+    """Run to the end, without further losses."""
     while not asking.done():
         while calling.questions:
             await calling.arrive()
@@ -193,7 +193,7 @@ def test_a_call_runs_once_and_ends_once(length: int, cancelled: bool, caplog: py
 
 
 async def _call_for(seconds: float, answers_lost: int) -> int:
-    """How often a call runs that takes so long, beside others."""
+    """Return how often a call of `seconds` runs, beside other calls."""
     calling, loop = Calling(), asyncio.get_running_loop()
     calling.server._answers = sent = SentAnswers(loop.time)
     asking = asyncio.create_task(calling.replies.call("one.call", pack(KvComing(room="r")), None, 600.0))
@@ -219,7 +219,7 @@ async def _call_for(seconds: float, answers_lost: int) -> int:
 
 @pytest.mark.parametrize("answers_lost", [0, 1, 2])
 def test_a_long_call_whose_answer_is_lost_runs_once(answers_lost: int) -> None:
-    """Its repetitions grew rarer, until the instance had forgotten its answer by the next one: it ran again."""
+    """Its repetitions became so rare that the instance forgot its answer before the next one, and ran it again."""
     for seconds in (0.0, 7.0, 9.0, 13.0, 21.0, 37.0, 69.0, 130.0):
         assert run_virtually(lambda: _call_for(seconds, answers_lost)) == 1, seconds  # noqa: B023
 

@@ -15,16 +15,16 @@ from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
 
 KEY: Final = "decode/one"
-QUIET_S: Final = 15.0  # longer than the time between two questions
+QUIET_S: Final = 15.0  # longer than between two probes
 LENGTH: Final = 5  # events of an order
 
 
 class Impossible(Exception):
-    """An order that cannot happen, or differs from a shorter one in nothing."""
+    """An impossible order, or one equal to a shorter one."""
 
 
 class Instance:
-    """A process with a fixed instance id, its record in etcd, and the questions that another process asks it."""
+    """A process with a fixed instance id, its record in etcd, and the probes of another process."""
 
     def __init__(self) -> None:
         self.book = InstanceBook()
@@ -34,7 +34,7 @@ class Instance:
         self._epochs = 1
 
     async def call(self, _subject: str, asked: AskPresent, *_: Any, timeout_s: float) -> Present:
-        """The answer is made now, and arrives when the order says so."""
+        """Make the answer now; it arrives as the order says."""
         answered: asyncio.Future[Present] = asyncio.get_running_loop().create_future()
         if self.runs == int(asked.epoch):
             self.questions.append((answered, Present(instance_id="one")))
@@ -78,7 +78,7 @@ class Instance:
         await asyncio.sleep(0.01)
 
     async def become_quiet(self) -> None:
-        """Every question is answered, and asked again if it must be."""
+        """Answer all probes, also repeated ones."""
         for _ in range(2):
             while self.questions:
                 await self.answer()
@@ -117,7 +117,7 @@ async def _run(order: tuple[str, ...]) -> None:
 
 
 def test_an_instance_that_answers_stays_and_one_that_is_gone_goes() -> None:
-    """An answer about a process's predecessor, which came after its own record had left etcd too, took it out of the mesh."""
+    """A late answer about a process's predecessor took the process out of the mesh."""
 
     async def run_all() -> int:
         ran = 0

@@ -24,7 +24,7 @@ PAUSE_S: Final = 1.1  # two are silence
 
 
 class Watched:
-    """An instance, and a process that follows its heartbeats or asks for them."""
+    """An instance, and a process that follows or queries its heartbeats."""
 
     def __init__(self, *, asks: bool) -> None:
         self.now = 100.0
@@ -84,7 +84,7 @@ class Watched:
         self.liveness.check()
 
     def hang(self) -> None:
-        """Its heartbeats come, for longer than any step takes."""
+        """Send heartbeats without a step for too long."""
         for _ in range(int(HUNG_AFTER_S) + 2):
             self.now += 1.0
             was_lost = self.liveness.is_lost("a")
@@ -93,7 +93,7 @@ class Watched:
             self.liveness.check()
 
     def be_held_up(self) -> None:
-        """This process is held up, and the instance is not."""
+        """Only this process stalls."""
         self.now += 30.0
         self.moved_s = self.now
         self.liveness.reset_times()
@@ -106,7 +106,7 @@ class Watched:
 
     @property
     def must_be_lost(self) -> bool:
-        """It is gone, silent, or hangs as far as this process saw."""
+        """Whether it has ended, is silent, or hangs, as far as this process sees."""
         silent_s = self.now - max(self.received_s, self.forgiven_s)
         since_step_s = self.received_s - self.moved_s
         return not self.is_known or silent_s > SILENT_AFTER_S or since_step_s > HUNG_AFTER_S
@@ -129,7 +129,7 @@ ANSWERS: Final = frozenset({"steps", "counts back", "idles"})
 
 
 def _check(watched: Watched, name: str, order: tuple[str, ...]) -> None:
-    """Let one event happen and look at what it changed."""
+    """Run one event and check its effect."""
     was_lost, told, returned = watched.liveness.is_lost("a"), watched.lost, watched.returned
     EVENTS[name](watched)
     is_lost = watched.liveness.is_lost("a")
@@ -161,7 +161,7 @@ def test_a_loss_is_reported_once_and_an_instance_that_answers_is_back(
 
 
 class StallingClient:
-    """A connection whose server answers nothing for a while. It is left when too many pings are unanswered."""
+    """A connection whose server hangs for a while. It is replaced after too many unanswered pings."""
 
     def __init__(self, first_ping_s: float) -> None:
         self.is_connected = True
@@ -185,7 +185,6 @@ class StallingClient:
         pass
 
     async def ping(self) -> None:
-        """As nats-py does."""
         await asyncio.sleep(self._first_ping_s)
         while True:
             self._pings_outstanding += 1
@@ -197,7 +196,7 @@ class StallingClient:
             await asyncio.sleep(PING_EVERY_S)
 
     async def answer_again(self) -> None:
-        """The same server goes on, or another one is there."""
+        """The same server, or another one, answers."""
         self.is_stalled, self.is_connected, self._pings_outstanding = False, True, 0
         waiting, self._waiting = self._waiting, []
         for message in waiting:
@@ -247,7 +246,7 @@ def test_a_server_that_stalls_loses_no_instance(stall_s: float) -> None:
 
 
 async def _losses_while_stopped(stopped_s: float, begins_s: float) -> int:
-    """This process is stopped; the instance and NATS are not."""
+    """Stop only this process; return its losses."""
     book, process = InstanceBook(), Process("ours")
     book.put("a", record("a", "1"))
     client = StallingClient(0.1)
@@ -287,7 +286,7 @@ class Published:
 
 @pytest.mark.parametrize("rest_s", [0.05, 1.4])
 def test_an_engine_does_not_hang_while_its_process_is_stopped(rest_s: float) -> None:
-    """After a whole machine had paused, each query's answer reported a hanging engine, and all instances were lost."""
+    """After a pause of the machine, each answer seemed to report a hanging engine, and all instances were lost."""
 
     async def run() -> list[float]:
         published, process = Published(), Process("worker")

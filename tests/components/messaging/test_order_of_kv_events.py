@@ -1,4 +1,4 @@
-"""What may happen to a worker and to its KV events, in every order: when all is quiet, the mirror equals its cache."""
+"""Events of a worker and its KV events, in every order: in the end the mirror equals its cache."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ MAX_BLOCKS: Final = 64
 
 
 class Nats(FakeBus):
-    """It takes time, and loses what a test says."""
+    """Delays messages, and loses some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Nats(FakeBus):
         return answer
 
     def reconnect(self) -> None:
-        """What is under way is lost."""
+        """Lose all messages on their way."""
         for task in self._under_way:
             task.cancel()
         self.client.stats["reconnects"] += 1
@@ -73,7 +73,7 @@ class Scene:
     """One worker and one router."""
 
     def __init__(self, fresh: Iterator[bytes], *, crowded: bool) -> None:
-        """`crowded`: another instance has most of the room in the router's index."""
+        """`crowded`: another instance fills most of the router's index."""
         self.bus = Nats()
         self.book = InstanceBook()
         self.index = KvIndex(MAX_BLOCKS)
@@ -116,18 +116,18 @@ class Scene:
         self.publisher.record((block, True) for block in new)
 
     def evicted(self) -> None:
-        """The parents go first."""
+        """Evict parents first."""
         gone, self.blocks = self.blocks[:2], self.blocks[2:]
         self.publisher.record((block, False) for block in gone)
 
     def registered(self) -> None:
-        """Anew, as after an outage of etcd. Its process is the same."""
+        """Register the same process again, as after an outage of etcd."""
         self.epoch = str(next(self.epochs))
         self.book.put("w", record("w", self.epoch, role="prefill", subject="w", kv_events=True))
         self.is_there = True
 
     async def restarted(self) -> None:
-        """A new process under the same id. etcd's record of the last one is replaced."""
+        """Start a new process under the same id, which replaces the record."""
         await self._stop()
         self.blocks, self.epoch = [], ""
         await self._start()

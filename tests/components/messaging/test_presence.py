@@ -1,4 +1,4 @@
-"""Instances whose records have left etcd: the living stay, the dead go."""
+"""Instances whose records have left etcd: only live ones stay."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -94,7 +94,7 @@ async def test_silence_and_an_outage_of_nats_prove_nothing(mesh: Mesh) -> None:
 
 
 async def test_just_after_a_reconnect_no_instance_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart of NATS drops every connection: processes that were back first would have counted the others as lost."""
+    """A restart of NATS drops every connection: the first processes to reconnect counted the others as lost."""
     steady = [0.1]
     monkeypatch.setattr(mesh.bus, "since_reconnect_s", lambda: steady[0])
     mesh.add("a")

@@ -123,7 +123,7 @@ async def test_leaving_stops_the_recording_and_removes_the_files(nats_url: str, 
 async def test_a_profile_that_is_refused_leaves_no_folder(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A worker with the mock engine refuses each profile. Killed later, it left the folder of the first one."""
+    """A worker with the mock engine refuses each profile, but when it was killed, a folder was left."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     profiler = FakeProfiler(b"x", refusal=Rejected("nothing to record"))
     async with worker(nats_url, namespace, profiler) as (bus, _):

@@ -134,7 +134,7 @@ async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(
 async def test_a_stream_that_was_not_made_in_time_is_made_later(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """JetStream may only have been slow; a user without the right to make streams gets no answer either."""
+    """JetStream was only slow; a user without the right to make streams gets no answer either."""
 
     async with connect_bus(nats_url, "one") as bus:
         await Records(bus, f"{namespace}.other", BOUNDS).open()
@@ -152,7 +152,7 @@ async def test_a_stream_that_was_not_made_in_time_is_made_later(
 
 
 async def test_jetstreams_own_words_reach_the_operator(nats_url: str, namespace: str) -> None:
-    """A full JetStream was a NATS that cannot be reached."""
+    """A full JetStream was reported as an unreachable NATS."""
     too_much = RecordsConfig(records=3, bytes=2**62, age_s=60)
     async with connect_bus(nats_url, "one") as bus:
         with pytest.raises(BackendUnavailable, match="cannot keep records: insufficient storage"):
@@ -162,10 +162,7 @@ async def test_jetstreams_own_words_reach_the_operator(nats_url: str, namespace:
 async def test_a_nats_that_does_not_answer_is_away(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client of a stored response read that its request had taken longer than its own time limit.
-
-    And no line said that NATS may be silent because it could not write, and that only a restart helps.
-    """
+    """The client of a stored response got the error of its own time limit, and no line named the cause."""
 
     async with connect_bus(nats_url, "one") as bus:
         records = await Records(bus, namespace, BOUNDS).open()
@@ -179,7 +176,7 @@ async def test_a_nats_that_does_not_answer_is_away(
 async def test_a_task_that_is_cancelled_while_it_opens_records_ends(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11's wait_for forgot a Ctrl-C that came together with JetStream's answer."""
+    """Python 3.11's wait_for lost a Ctrl-C that came together with JetStream's answer."""
     asked = asyncio.Event()
     real = JetStreamContext.stream_info
 

@@ -31,7 +31,7 @@ async def leader(cluster: NatsCluster, records: Records) -> Member:
 async def test_records_are_read_and_stored_although_the_member_that_leads_them_is_lost(
     cluster: NatsCluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They were on one member, and could neither be read nor stored while it was down."""
+    """They were on one member, and unusable while it was down."""
     async with connect_bus(cluster.url, "one") as bus:
         records = Records(bus, NAME, CONFIG)
         await records.make()

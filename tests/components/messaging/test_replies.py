@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Recorder:
-    """A client that records what is published."""
+    """A client that records published messages."""
 
     def __init__(self) -> None:
         self.is_connected = False

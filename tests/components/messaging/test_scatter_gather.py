@@ -1,4 +1,4 @@
-"""A question to all, over a real NATS."""
+"""Calls to all processes, over a real NATS."""
 
 import asyncio
 import signal
@@ -50,13 +50,13 @@ async def test_the_wait_ends_with_the_last_expected_answer_but_not_before_the_le
 
 
 async def test_a_question_that_no_process_receives_has_no_answer(nats_url: str, namespace: str) -> None:
-    """NATS sends an empty message then."""
+    """NATS then sends an empty message."""
     async with connect_bus(nats_url, "test") as bus:
         assert await answers(bus, f"{namespace}.q", 1, wait_s=0.2) == []
 
 
 async def test_a_question_fails_soon_if_nats_hangs(tmp_path: Path, namespace: str) -> None:
-    """The subscription for the answers waited for 10 s, eight of them after the connection was given up."""
+    """The subscription for the answers waited for 10 s, although the connection was closed after 2 s."""
     async with running(NATS, tmp_path) as server, connect_bus(server.url, "test") as bus:
         assert server.process is not None
         freeze(server.process.pid)

@@ -1,4 +1,4 @@
-"""A bus and a real NATS server: TLS, each kind of proof, and files that change."""
+"""A bus and a real NATS server: TLS, each kind of login, and files that change."""
 
 import asyncio
 import base64
@@ -37,7 +37,7 @@ def tls_block(files: TlsFiles, *more: str) -> str:
 
 @asynccontextmanager
 async def nats(home: Path, *config: str, tls: TlsFiles | None = None, mutual: bool = True) -> AsyncIterator[Server]:
-    """A server with TLS if `tls` is given; with `config` in place of its users."""
+    """Run a server. `config` replaces its users."""
 
     def command(site: Site) -> list[str]:
         given = NATS.command(site)
@@ -69,7 +69,7 @@ def reload(server: Server, *replacements: tuple[str, str]) -> None:
 
 
 async def answers(bus: Bus) -> bool:
-    """A message to ourselves arrives."""
+    """Whether a message to ourselves arrives."""
     arrived = asyncio.Event()
 
     async def receive(_message: object) -> None:
@@ -82,7 +82,7 @@ async def answers(bus: Bus) -> bool:
 
 
 async def refused(url: str, access: NatsAccess, caplog: pytest.LogCaptureFixture) -> str:
-    """The reason that a bus logs for not connecting."""
+    """Return the reason that a bus logs for not connecting."""
     caplog.clear()
     trying = asyncio.create_task(_connected(url, access))
     try:
@@ -137,7 +137,7 @@ async def test_a_certificate_for_another_host_is_refused(tmp_path: Path, caplog:
 async def test_an_address_with_tls_is_never_spoken_to_in_plain_text(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """nats-py sends the login in plain text to a server that offers no TLS, or whose offer was removed on the way."""
+    """nats-py sends the login in plain text if the server, or a man in the middle, offers no TLS."""
     got = b""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -200,7 +200,7 @@ async def test_renewed_certificates_are_used_by_new_connections_and_old_ones_liv
         connect_bus(address(server), "test", identity(mine)) as bus,
     ):
         assert await answers(bus)
-        other = Authority(tmp_path / "tls")  # writes over all files; the old authority is no longer trusted
+        other = Authority(tmp_path / "tls")  # replaces all files
         other.issue("nats", NAMES_OF_THIS_MACHINE)
         other.issue("decode")
         reload(server)
@@ -215,7 +215,7 @@ async def test_renewed_certificates_are_used_by_new_connections_and_old_ones_liv
 
 
 async def test_certificates_of_both_authorities_are_accepted_while_one_replaces_the_other(tmp_path: Path) -> None:
-    """Both have one name: OpenSSL took the first one for the issuer, and every certificate of the second was refused."""
+    """Both have one name: OpenSSL took the first for the issuer, and refused every certificate of the second."""
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     both = tmp_path / "both.pem"
     both.write_bytes(old.ca.read_bytes() + new.ca.read_bytes())
@@ -269,7 +269,7 @@ async def test_credentials_of_an_operator_prove_a_user(tmp_path: Path) -> None:
 
 
 def key_pair(kind: int) -> tuple[str, str]:
-    """Public key and seed."""
+    """Return a public key and its seed."""
     private = Ed25519PrivateKey.generate()
     raw = private.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
     public = private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
@@ -278,7 +278,7 @@ def key_pair(kind: int) -> tuple[str, str]:
 
 
 def token(seed: str, issuer: str, subject: str, claims: dict[str, object]) -> str:
-    """A JWT of NATS, signed with `seed`."""
+    """Make a NATS JWT, signed with `seed`."""
 
     def part(value: object) -> str:
         data = value if isinstance(value, bytes) else json.dumps(value).encode()

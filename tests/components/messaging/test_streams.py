@@ -25,7 +25,7 @@ TOLD = TokenLogprobs(-1.0)
 
 @dataclass
 class Ends:
-    """One stream: its sender's and its reader's side."""
+    """The sender and the reader of one stream."""
 
     inbox: StreamInbox = field(default_factory=lambda: StreamInbox("ns.frontend.f.tokens", nothing_lost))
 
@@ -52,7 +52,7 @@ async def test_what_comes_later_is_pushed_to_the_reader_in_the_next_turn() -> No
 
 
 async def test_a_frame_of_another_version_ends_the_streams_of_its_instance() -> None:
-    """It was dropped in silence: heartbeats went on, and the reader waited to its deadline."""
+    """It was dropped: the reader waited until its deadline."""
     ends = Ends()
     other = ends.inbox.open("other", "e")
     old = msgpack.unpackb(Numbered(ends.inbox).frame(ends.sender.tokens([1])).data)
@@ -130,7 +130,7 @@ async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() ->
 
 
 async def test_a_process_that_starts_again_under_its_id_is_read_from_its_first_frame() -> None:
-    """Its frames were taken for those of the process before, and dropped: a request waited to its deadline."""
+    """Its frames counted as old frames of the earlier process, and were dropped: a request waited until its deadline."""
     ends = Ends()
     read = Read(ends.stream)
     await ends.deliver(ends.sender.tokens([1]), ends.sender.tokens([2]))
@@ -293,7 +293,7 @@ def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() ->
 
 
 def test_a_closed_stream_that_still_sends_is_cancelled_again_once_a_second_until_it_ends() -> None:
-    """A cancel that NATS had lost let decode compute to the end."""
+    """After a lost cancel, decode computed to the end."""
 
     async def test() -> None:
         ends, cancelled = Ends(), list[tuple[float, str, int]]()
@@ -422,10 +422,9 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
 
 
 async def test_the_logprobs_of_a_prompt_do_not_share_a_frame() -> None:
-    """They may be megabytes, and NATS takes eight: a frame that it refuses ends all its streams.
+    """They may be megabytes, and NATS refuses frames of over 8 MB.
 
-    Tokens of other requests that were gathered before them shared their frame, so a client got a 413 for another
-    client's prompt.
+    They shared a frame with tokens of other requests, so a client got a 413 for another client's prompt.
     """
     bus = FakeBus()
     async with StreamOutbox(bus, "d", lambda: "e", lambda: 1).running() as outbox:

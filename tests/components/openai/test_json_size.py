@@ -1,4 +1,4 @@
-"""What a JSON text holds is counted without parsing it: the counts are those of what a parser would make."""
+"""Counts of a JSON text's values, without parsing, are those of a parser."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ values = st.recursive(
 
 
 def held(value: Any) -> tuple[int, int]:
-    """Strings, objects and arrays of a value; the commas between what they hold."""
+    """Return the numbers of strings, objects and arrays, and of commas."""
     if isinstance(value, str):
         return 1, 0
     if not isinstance(value, dict | list):

@@ -32,7 +32,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 
 def test_arguments_with_more_values_than_a_body_may_hold_are_refused() -> None:
-    """They are JSON in a JSON string, whose values were not counted: 4 MB of them held the event loop for half a second."""
+    """They are JSON in a JSON string, whose values were not counted: 4 MB of them blocked the event loop for 0.5 s."""
     arguments = '{"a": [' + "[]," * MAX_VALUES + "[]]}"
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(Rejected, match="is too complex: at most") as refused:

@@ -39,14 +39,14 @@ TOOLS: Mapping[str, Any] = {
 
 
 class Read(NamedTuple):
-    """What became of a text: the answer, and calls as (name, arguments)."""
+    """The answer, and calls as (name, arguments)."""
 
     text: str
     calls: list[tuple[str, str]]
 
 
 def read(name: str, text: str, cuts: Iterable[int] = (), *, single: bool = False) -> Read:
-    """Every rule of deltas is checked on the way."""
+    """Read a text, and check every rule of deltas."""
     numbers = count()
     reader = Reader(FORMATS[name], TOOLS, lambda: f"id-{next(numbers)}", single=single)
     said, deltas, at = "", list[CallDelta](), 0
@@ -69,7 +69,7 @@ def read(name: str, text: str, cuts: Iterable[int] = (), *, single: bool = False
 
 
 def read_any_way(name: str, text: str, *, single: bool = False) -> Read:
-    """As a whole, cut in two at every place, and letter by letter."""
+    """Read a text as a whole, cut in two at every place, and by letters; the results must be equal."""
     whole = read(name, text, single=single)
     for cut in range(1, len(text)):
         assert read(name, text, [cut], single=single) == whole, (text[:cut], text[cut:])

@@ -46,7 +46,7 @@ def test_a_whole_answer_has_the_blocks_of_its_stream() -> None:
 
 
 def test_text_that_comes_with_the_rest_of_a_call_follows_it() -> None:
-    """It cut the call in two, and the second half had no id and no name."""
+    """It split the call, and the second part had no id and no name."""
     blocks = Blocks()
     second = [CallDelta(1, "id1", "g", ""), CallDelta(1, None, None, "{}")]
     for text, calls in (

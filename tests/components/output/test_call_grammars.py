@@ -1,5 +1,5 @@
 # the bars in DeepSeek's tokens are wide
-"""What a grammar of calls lets through, its format reads: texts at random, drawn through the masks of the engine."""
+"""Each random text of a grammar of calls, drawn through the engine's masks, can be read by its format."""
 
 import json
 import random
@@ -79,7 +79,7 @@ def matcher_of(rules: str, *, special: bool) -> LLMatcher:
 
 
 def drawn(rules: str, seed: int, *, special: bool) -> str | None:
-    """A text that the rules allow; None, when it finds no end."""
+    """Draw a text that the rules allow; None: it has no end."""
     words = np.zeros(-(-vocabulary(special=special).vocab_size // 32), dtype=np.int32)
     mask = GrammarMask(matcher_of(rules, special=special), len(words))
     chance, ids = random.Random(seed), list[int]()
@@ -101,7 +101,7 @@ def drawn(rules: str, seed: int, *, special: bool) -> str | None:
 
 
 def allows(rules: str, text: str, *, special: bool) -> str:
-    """What of `text` the rules let through, the whole of it with a mark where it may end."""
+    """Return the part of `text` that the rules allow, with a mark if it may end there."""
     ids = tokenizer(special=special).encode(text, add_special_tokens=False).ids
     matcher = matcher_of(rules, special=special)
     taken = matcher.validate_tokens(ids)

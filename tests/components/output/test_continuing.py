@@ -1,4 +1,4 @@
-"""A text that continues another one: the reader reports only what is new."""
+"""A text that continues another one: only new text is reported."""
 
 from collections.abc import Iterable, Sequence
 from itertools import count
@@ -19,8 +19,6 @@ CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'
 
 
 class Told(NamedTuple):
-    """What became of a text."""
-
     text: str = ""
     reasoning: str = ""
     calls: Sequence[tuple[str, str]] = ()
@@ -73,7 +71,7 @@ def told(parser: OutputParser, text: str, cuts: Iterable[int] = ()) -> Told:
         ("<thi", "s", Told("s")),
         ("<think>hm</think>\n\n", "\nParis", Told("Paris")),
         ("Paris", "<think>no</think>", Told("<think>no</think>")),
-        # The first characters of these were lost.
+        # The first characters were lost.
         ("<tool_call>", f"{CALL[11:]}<b>now</b>", Told("<b>now</b>", "", (("f", '{"n": 1}'),), called=True)),
         (CALL[:-4], f"{CALL[-4:]}<b>now</b>", Told("<b>now</b>", "", (), called=False)),
         ("<think>hm</thi", "nk><b>Paris</b>", Told("<b>Paris</b>")),
@@ -86,7 +84,7 @@ def test_only_new_text_is_sent_wherever_the_rest_is_cut(before: str, rest: str, 
 
 
 def test_text_after_a_call_of_mistrals_is_new() -> None:
-    """A bracket after the call was taken for the one before it, if both came at once."""
+    """A bracket after the call was read as the one before it, if both came at once."""
     rest = 'f{"n": 1}[ARGS]'
     expected = Told("[ARGS]", "", (("ff", '{"n": 1}'),), called=True)
     for cuts in ([], range(len(rest)), *([cut] for cut in range(len(rest)))):

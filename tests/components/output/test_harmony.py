@@ -1,4 +1,4 @@
-"""gpt-oss's messages: what a client sees of them, and what a grammar lets the model write."""
+"""gpt-oss's messages, as clients see them and as grammars allow them."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ Seen = tuple[str, str, list[tuple[str, str]]]
 
 
 def seen(text: str, cuts: Iterable[int] = (), *, tools: bool = True, before: str = "") -> Seen:
-    """Reasoning, answer, and calls as (name, arguments)."""
+    """Return reasoning, answer, and calls as (name, arguments)."""
     plan = OutputPlan(
         REASONING_FORMATS["gpt_oss"],
         False,

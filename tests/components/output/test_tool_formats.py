@@ -152,7 +152,7 @@ ELEMENTS: dict[str, str] = {  # a call without arguments of the tool {}
 
 @pytest.mark.parametrize("name", [*MARKED, *ELEMENTS])
 def test_a_name_that_no_client_could_send_back_makes_no_call(name: str) -> None:
-    """Its response was stored, but could not be continued: requests with such a name are refused."""
+    """A stored response with it could not be continued: requests with such a name are refused."""
     for length, calls in ((256, 1), (257, 0)):
         tool = "f" * length
         call = ONE[name](tool, "{}") if name in ONE else ELEMENTS[name].format(tool)

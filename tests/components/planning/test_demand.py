@@ -23,7 +23,7 @@ from components.planning.samples import Histogram
 
 def test_one_worker_is_found_busy_as_often_as_it_is_busy() -> None:
     assert waits(1, 0.7) == pytest.approx(0.7)
-    assert waits(2, 1.0) == pytest.approx(1 / 3)  # Erlang's own table
+    assert waits(2, 1.0) == pytest.approx(1 / 3)  # Erlang's table
     assert waits(10, 0.0) == 0.0
     assert waits(3, 3.0) == 1.0
 
@@ -55,7 +55,7 @@ def test_prefill_workers_are_the_fewest_that_do(
 def test_the_gap_of_a_single_decode_is_the_steps_fixed_part() -> None:
     line = StepLine(0.01, 0.001)
     assert gap_s(1, 1e-9, line, 0.9) == pytest.approx(0.011)
-    mean = 0.01 / (1 - 500 * 0.001)  # half of a worker: steps are twice as long as alone
+    mean = 0.01 / (1 - 500 * 0.001)  # half of the capacity: steps take twice as long
     assert gap_s(1, 500, line, 0.5) == pytest.approx(0.01 + 0.001 * 500 * mean)
     assert gap_s(1, 1000, line, 0.5) == float("inf")
 

@@ -1,4 +1,4 @@
-"""The decision over made-up fleets: within its bounds, one at a time, never to and fro, and nothing without news."""
+"""Decisions for simulated fleets: within bounds, one at a time, without oscillation, and only after reports."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -22,13 +22,13 @@ WIDE = {"prefill": Bounds(1, 8), "decode": Bounds(1, 8)}
 
 @dataclass
 class MadeUp:
-    """A fleet whose workers share whatever comes evenly; prompts wait in one queue."""
+    """A fleet that shares its load evenly; prompts wait in one queue."""
 
     counts: dict[Planned, int] = field(default_factory=lambda: dict.fromkeys(PLANNED, 1))
     start_s: float = 20.0
     noise: random.Random | None = None
     now_s: float = 1000.0
-    backlog_s: float = 0.0  # work that waits
+    backlog_s: float = 0.0  # queued work
     coming: list[tuple[float, Planned]] = field(default_factory=list)
     done: dict[str, WorkerSample] = field(default_factory=dict)
     names: dict[Planned, list[str]] = field(default_factory=lambda: {role: [] for role in PLANNED})
@@ -47,7 +47,7 @@ class MadeUp:
         self.done[name] = WorkerSample(name, 0.0, 0, 0, 0, 0, 0, 0.0, 0, 1000, devices=self.devices.get(role, 1))
 
     def run(self, seconds: float, prompts_per_s: float, tokens_per_s: float) -> Observation:
-        """Let `seconds` pass under a load, and look."""
+        """Run under a load; return an observation."""
         self.now_s += seconds
         for _, role in [c for c in self.coming if c[0] <= self.now_s]:
             self.join(role)
@@ -103,7 +103,7 @@ class MadeUp:
 def play(
     fleet: MadeUp, planner: Planner, load: Iterable[tuple[float, float]], every_s: float = PACE.every_s
 ) -> list[tuple[float, Change]]:
-    """Each pair of prompts and tokens a second for `every_s`; what is decided is done."""
+    """Run each load, (prompts/s, tokens/s), for `every_s`, and carry out the decisions."""
     changes = []
     for prompts_per_s, tokens_per_s in load:
         verdict = planner.see(fleet.run(every_s, prompts_per_s, tokens_per_s))
@@ -135,7 +135,7 @@ def test_prefill_follows_the_load_up_and_down() -> None:
 
 
 def test_a_queue_without_new_prompts_is_cleared_before_workers_leave() -> None:
-    """A minute after a burst its queue counted as no prompts: workers left while prompts waited for them."""
+    """A minute after a burst, workers left although its prompts were still queued."""
     fleet = MadeUp()
     planner = Planner(TARGETS, WIDE)
     play(fleet, planner, steady(1.0, 100.0, 120))
@@ -157,7 +157,7 @@ def test_decode_follows_the_load_up_and_down() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_steady_load_with_noise_settles(seed: int) -> None:
-    """Two hours. A load on the border between two numbers makes it go back and forth less and less: each half hour at last."""
+    """With a load between two numbers, changes become rarer, in the end one each half hour."""
     draw = random.Random(seed)
     fleet = MadeUp(noise=draw)
     planner = Planner(TARGETS, WIDE)
@@ -200,14 +200,14 @@ def test_nothing_is_decided_before_half_a_window_was_seen_nor_across_a_gap() -> 
     for _ in range(5):
         assert planner.see(fleet.run(5.0, 40.0, 100.0)).hold == "too few observations yet"
     assert play(fleet, planner, steady(40.0, 100.0, 20))
-    fleet.run(60.0, 40.0, 100.0)  # nobody looks
+    fleet.run(60.0, 40.0, 100.0)  # without observations
     again = planner.see(fleet.run(5.0, 40.0, 100.0))
     assert again.change is None
     assert again.hold.startswith(("too few", "waiting"))
 
 
 def grown(idle_s: float) -> tuple[MadeUp, Planner]:
-    """Three prefill workers of which one would do."""
+    """Return a fleet of three prefill workers, of which one would suffice."""
     fleet = MadeUp(counts={"prefill": 3, "decode": 1})
     planner = Planner(TARGETS, WIDE)
     assert not play(fleet, planner, steady(1.0, 20.0, idle_s))
@@ -215,7 +215,7 @@ def grown(idle_s: float) -> tuple[MadeUp, Planner]:
 
 
 def after(fleet: MadeUp, planner: Planner, seconds: float, **facts: object) -> list[Verdict]:
-    """What is thought of observations with these facts instead of the fleet's."""
+    """Return the verdicts of observations in which `facts` replace the fleet's."""
     looks = (fleet.run(5.0, 1.0, 20.0) for _ in range(round(seconds / 5)))
     return [planner.see(replace(look, **facts)) for look in looks]
 
@@ -239,7 +239,7 @@ def test_no_worker_is_removed_while_one_is_lost() -> None:
     fleet, planner = grown(110)
     lost = fleet.names["decode"].pop()
     fleet.names["decode"].append(lost)
-    fleet.counts["prefill"] = 4  # one of them died, and its supervisor has not brought it back
+    fleet.counts["prefill"] = 4  # one has died
     verdicts = after(fleet, planner, 300)
     assert not any(verdict.change for verdict in verdicts)
     assert verdicts[-1].hold == "3 of 4 prefill workers serve"
@@ -267,7 +267,7 @@ def test_the_planner_waits_for_a_change_up_to_a_limit() -> None:
 
 
 def test_a_worker_that_never_comes_is_taken_back_when_the_load_is_gone() -> None:
-    """The planner never removed a worker again, because one of them had never reported."""
+    """The planner never removed a worker again, because one had never reported."""
     fleet = MadeUp(start_s=1e9)
     planner = Planner(TARGETS, WIDE, replace(PACE, start_timeout_s=100.0, retry_s=50.0))
     changes = play(fleet, planner, [*steady(40.0, 100.0, 200), *steady(1.0, 20.0, 2000)])
@@ -277,7 +277,7 @@ def test_a_worker_that_never_comes_is_taken_back_when_the_load_is_gone() -> None
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_a_lost_worker_is_replaced_and_no_healthy_one_leaves(drained: bool) -> None:
-    """A crashed or drained worker blocked all additions; given up, it counted as one too many, and a healthy one left."""
+    """A crashed or drained worker blocked all additions. Later it counted as one too many, and a healthy one left."""
     fleet = MadeUp(counts={"prefill": 2, "decode": 1})
     planner = Planner(TARGETS, {"prefill": Bounds(1, 4), "decode": Bounds(1, 4)})
     assert not play(fleet, planner, steady(7.5, 100.0, 300))  # 1.5 workers busy
@@ -346,16 +346,16 @@ def test_misses_while_a_worker_was_away_are_no_ceiling_when_it_is_back() -> None
 
 
 def test_a_gap_that_no_number_of_workers_keeps_does_not_hold_decode_workers() -> None:
-    """A step of one request took longer than the ITL target: the present number was the least for good."""
+    """A step of one request took longer than the ITL target, so no worker was ever removed."""
     fleet = MadeUp(counts={"prefill": 1, "decode": 8})
     planner = Planner(replace(TARGETS, itl_s=0.0105), WIDE)
-    play(fleet, planner, [*steady(1.0, 2000.0, 120), *steady(1.0, 3000.0, 120)])  # to learn the line
+    play(fleet, planner, [*steady(1.0, 2000.0, 120), *steady(1.0, 3000.0, 120)])  # to fit the line
     play(fleet, planner, steady(1.0, 100.0, 1800))
     assert fleet.counts["decode"] == 1
 
 
 def test_a_change_that_is_taken_back_is_left_for_a_while() -> None:
-    """A worker that cannot start: its supervisor gives it up and keeps one fewer."""
+    """A worker cannot start, so its supervisor reduces the number."""
     fleet = MadeUp(start_s=1e9)
     planner = Planner(TARGETS, WIDE)
     times = []
@@ -372,7 +372,7 @@ def test_a_change_that_is_taken_back_is_left_for_a_while() -> None:
 def test_a_change_that_another_planner_overtakes_is_not_waited_for(
     others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """From 3 workers to 2, while an operator scaled to 4: the planner waited ten minutes for 2, then two more."""
+    """The planner changed from 3 workers to 2, while an operator scaled to 4: it waited 12 minutes."""
     caplog.set_level("INFO")
     fleet, planner = grown(110)
     while (change := planner.see(fleet.run(5.0, 1.0, 20.0)).change) is None:
@@ -434,7 +434,7 @@ def test_pages_that_are_held_call_for_decode() -> None:
 
 @pytest.mark.parametrize(("devices", "most", "ordered"), [(1, 6, 4), (2, 7, 2), (2, 6, 1), (4, 5, 0), (4, None, 7)])
 def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: int | None, ordered: int) -> None:
-    """A prefill worker has `devices`, the decode worker one, and the load needs more than eight prefill workers."""
+    """A prefill worker has `devices` and a decode worker one; the load needs over eight prefill workers."""
     fleet = MadeUp(devices={"prefill": devices})
     planner = Planner(TARGETS, WIDE, PACE, most_devices=most)
     held = set()
@@ -452,7 +452,7 @@ def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: 
 
 
 def test_workers_without_a_report_keep_their_devices() -> None:
-    """A silent worker of four devices counted as one device, and another one was ordered for the lower bound."""
+    """A silent worker of four devices counted as one device, and another worker was added."""
     fleet = MadeUp(devices={"decode": 4})
     pace = replace(PACE, start_timeout_s=100.0)
     planner = Planner(TARGETS, {"prefill": Bounds(1, 2), "decode": Bounds(2, 2)}, pace, most_devices=8)

@@ -1,4 +1,4 @@
-"""What is remembered of routed requests: until it expires, until there is too much of it, until the instance goes."""
+"""Blocks of routed requests are kept until they expire, there are too many, or the instance leaves."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ TTL_S = 10.0
 
 
 class ApproximateMachine(RuleBasedStateMachine):
-    """Beside a dictionary of when each block expires."""
+    """Compares the index with a dictionary of expiry times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_all_instances_expire_and_leave_nothing() -> None:
 
 
 def test_only_the_first_blocks_of_a_long_prompt_are_hashed_and_kept() -> None:
-    """All blocks were hashed and entered in one call: half a second of the event loop for 1,000,000 tokens."""
+    """All blocks were hashed: 1,000,000 tokens blocked the event loop for 0.5 s."""
     index = ApproximateIndex(TTL_S, clock=lambda: 0.0)
     blocks = PromptBlocks(pack_tokens(range(BLOCKS_PER_PROMPT * 64)), seed_hash("m"))(16)
     index.routed("a", blocks)

@@ -1,4 +1,4 @@
-"""Which instances are asked about a prompt, in which order, and how many questions that may cost."""
+"""The instances that are queried for a prompt, their order, and the limit of queries."""
 
 from random import Random
 
@@ -92,7 +92,7 @@ def test_an_empty_fleet_has_no_candidates() -> None:
 
 
 def take_all(allowance: Allowance, per_s: float, now_s: float) -> int:
-    """What an impatient router gets at once."""
+    """Reserve as much as possible at once."""
     taken = 0
     while got := allowance.reserve(1000, per_s, now_s):
         taken += got
@@ -109,7 +109,7 @@ def test_an_allowance_refills_at_its_rate_and_holds_a_burst() -> None:
 
 
 def test_an_allowance_is_never_exceeded() -> None:
-    """Over any time, questions are at most a burst and what the rate gives."""
+    """Queries are at most a burst plus rate times time."""
     draw, allowance = Random(3), Allowance()
     taken, now_s = 0, 0.0
     for _ in range(5000):
@@ -159,7 +159,7 @@ def test_an_instance_that_can_begin_at_once_is_enough() -> None:
 
 
 def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
-    """A queue of a prompt or two is no reason to have yet another instance compute a prefix."""
+    """A short queue is no reason to compute a prefix on another instance."""
     scene = Scene()
     scene.queue("p001", 4000)
     enough = []

@@ -38,14 +38,14 @@ def test_a_breaker_makes_the_moves_of_its_table_only(one: B, other: B) -> None:
 
 
 class BreakerByTheClock(RuleBasedStateMachine):
-    """What may happen at any time, against a model in plain counters."""
+    """Random events, compared with a model of plain counters."""
 
     def __init__(self) -> None:
         super().__init__()
         self.breaker = Breaker("a", Random(0), DEFAULT_SETTINGS)
         self.now = 0.0
         self.in_a_row = 0  # failures since the last success or opening, while closed
-        self.tries = 0  # that failed since it was closed
+        self.tries = 0  # failed ones since it was closed
         self.opened_s = 0.0
         self.trying_s: float | None = None
 
@@ -191,7 +191,7 @@ def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:
     members = old_fleet(2, health)
     health.failed("i000", 0.0)
     health.left("i000")
-    health.failed("i000", 0.1)  # a request from before
+    health.failed("i000", 0.1)  # an earlier request
     assert health.state("i000") is B.CLOSED
     health.joined("i000", 0.2)
     assert names(health.candidates(members, 0.2)) == "i000 i001"
@@ -199,7 +199,7 @@ def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:
 
 @pytest.mark.parametrize("failed_before", [False, True])
 def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before: bool) -> None:
-    """Least load alone would send it everything until it had as much work as the others."""
+    """Least load alone would send it every request until its load equals the others'."""
     health, policy = Health(Random(0), BreakerSettings(failures=1)), LeastLoad(Random(0), prompt_load)
     members = old_fleet(9, health)
     for member in members:

@@ -1,4 +1,4 @@
-"""Caches, their numbered batches, a network that loses, doubles and reorders, and the index behind it, beside plain sets."""
+"""Caches, numbered batches on a bad network, and a router's index, compared with plain sets."""
 
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ changes = st.lists(st.tuples(st.sampled_from(BLOCKS), st.booleans()), max_size=8
 
 @dataclass(slots=True)
 class Cache:
-    """One worker: what it has cached, and what it had right after each number."""
+    """A worker's cache, now and after each batch."""
 
     name: str
     log: EventLog = field(default_factory=lambda: EventLog(MAX_WAITING, MAX_BATCH))
@@ -62,7 +62,7 @@ class FollowingMachine(RuleBasedStateMachine):
         self.index = KvIndex(self.max_blocks)
         self.caches = {name: Cache(name) for name in NAMES}
         self.followers = {name: KvFollower(name, "0", self.index) for name in NAMES}
-        self.dumps: dict[str, tuple[int, list[bytes]]] = {}  # under way: the number, and what has not arrived
+        self.dumps: dict[str, tuple[int, list[bytes]]] = {}  # on their way: the number, and missing parts
         for cache in self.caches.values():
             cache.at[0] = frozenset()
 
@@ -76,7 +76,7 @@ class FollowingMachine(RuleBasedStateMachine):
 
     @rule(name=names, at=st.integers(0, 9))
     def arrive(self, name: str, at: int) -> None:
-        """Not always the first one."""
+        """Deliver any batch, not only the first."""
         wire = self.caches[name].wire
         if wire:
             self._receive(name, wire.pop(at % len(wire) if at > 6 else 0))
@@ -95,7 +95,7 @@ class FollowingMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def register_anew(self, name: str) -> None:
-        """Its cache is as it was; what is on its way says the old epoch."""
+        """Its cache is unchanged, but messages on their way have the old epoch."""
         cache = self.caches[name]
         cache.epoch += 1
         self.followers[name].forget()
@@ -105,7 +105,7 @@ class FollowingMachine(RuleBasedStateMachine):
 
     @rule(name=names)
     def restart(self, name: str) -> None:
-        """An empty cache that counts from the start, under the same name."""
+        """Start a process under the same name, with an empty cache."""
         epoch = self.caches[name].epoch
         wire = self.caches[name].wire
         self.caches[name] = Cache(name, epoch=epoch, wire=wire, at={0: frozenset()})
@@ -155,7 +155,7 @@ class FollowingMachine(RuleBasedStateMachine):
                 assert len(held - known) <= follower.missing
 
     def teardown(self) -> None:
-        """All that is on its way arrives, a sign of life, dumps as long as they are needed: nothing is missing."""
+        """After all messages, a heartbeat and the necessary dumps, the index is complete."""
         for name, cache in self.caches.items():
             self.dump_part(name, len(BLOCKS))
             cache.seal()

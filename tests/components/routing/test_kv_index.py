@@ -1,4 +1,4 @@
-"""The index says of every prompt what sets of blocks, kept instance by instance, say of it."""
+"""The index gives the same answers as a set of blocks for each instance."""
 
 import random
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ instances = st.sampled_from(INSTANCES)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Blocks and instances come and go; slots are used again and again."""
+    """Blocks and instances come and go, so slots are reused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(name=instances, prompt=prompts, start=st.integers(0, 2))
     def add(self, name: str, prompt: list[bytes], start: int) -> None:
-        """A block may come without the one before it: that was evicted."""
+        """The block before it may have been evicted."""
         self.index.add(name, prompt[start:])
         self.held.setdefault(name, set()).update(prompt[start:])
 

@@ -1,4 +1,4 @@
-"""The load book against a world in which everything is known: requests, workers, heartbeats on their way."""
+"""The load book, compared with a complete model of requests, workers and heartbeats on their way."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,8 +33,8 @@ class Request:
     sent: RoutedRequest | None = None  # None: another router's
     sent_s: float = 0.0
     answered: bool = False
-    given_up: bool = False  # we told the book that it is over
-    computed: bool = False  # and that its prompt is
+    given_up: bool = False  # the book knows that it has ended
+    computed: bool = False  # the book knows that its prompt is computed
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Worker:
     active: list[Request] = field(default_factory=list)
     ours: list[Request] = field(default_factory=list)
     believed: Heartbeat | None = None
-    told_of: int = -1  # the greatest `accepted` of a heartbeat that came
+    told_of: int = -1  # the greatest `accepted` of a received heartbeat
 
     def beat(self) -> Heartbeat:
         return beat(
@@ -136,7 +136,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
 
     @rule(instance_id=IDS, data=st.data())
     def a_first_token_comes(self, instance_id: str, data: st.DataObject) -> None:
-        """Of a prompt that its worker counts as queued for a while yet, or not."""
+        """Its worker may still count the prompt as queued."""
         worker = self.workers.get(instance_id)
         if worker is not None and worker.ours:
             request = data.draw(st.sampled_from(worker.ours))
@@ -203,7 +203,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             assert member.running == max(told, sum(r.branches for r in ours))
             queued = said.queued_tokens + sum(r.tokens for r in untold)
             pages = said.held_pages + sum(r.pages for r in untold)
-            if told < sum(r.branches for r in ours):  # it denies some
+            if told < sum(r.branches for r in ours):  # it lacks some
                 queued = max(queued, sum(r.tokens for r in ours if not r.computed))
                 pages = max(pages, sum(r.pages for r in ours))
             assert member.queued_tokens == queued
@@ -213,7 +213,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
         assert len(self.book._unreported) == kept
 
     def teardown(self) -> None:
-        """When everything has been answered and told, the book is the truth."""
+        """After all answers and heartbeats, the book is exact."""
         while self.flying:
             self.give_up(self.flying.pop())
         for request in self.unanswered:
@@ -303,7 +303,7 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
 
 @pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
 def test_a_speed_that_is_no_number_counts_as_unknown(speed: float) -> None:
-    """With NaN `kv_aware` found no instance at all, and every longer prompt failed."""
+    """With NaN `kv_aware` found no instance, and every longer prompt failed."""
     book = LoadBook()
     member = book.joined("a", "1")
     book.record_heartbeat(replace(beat(), prompt_tokens_per_s=speed), 0.0)

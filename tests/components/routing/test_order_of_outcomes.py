@@ -1,4 +1,4 @@
-"""Outcomes of requests in every order, before and after an instance restarts under its id: its breaker counts its own."""
+"""Outcomes of requests in every order, before and after an instance restarts: the breaker counts only its own requests."""
 
 from itertools import product
 from random import Random
@@ -10,14 +10,14 @@ from components.routing.policy import Member, RouteRequest
 from components.routing.router import Route, Router
 from tests.components.routing.test_routing_router import blocks
 
-FIRST = ("sent", "restarted")  # other events change nothing at first
+FIRST = ("sent", "restarted")  # other first events change nothing
 AFTER = 4  # it: a second trial that the first one outlives, or as many late failures as open a breaker
 EVENTS = ("sent", "late cancelled", "late failed", "latest cancelled", "latest failed", "latest answered", "restarted")
 USABLE = [Member("a")]
 
 
 class Instance:
-    """One instance as a router sees it. Its breaker is open, and requests from before that are under way."""
+    """An instance whose breaker is open, with requests from before in flight."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -44,7 +44,7 @@ class Instance:
         self.router.joined("a", str(self.epochs))
 
     def send(self) -> bool:
-        """Returns whether the router lets a request through. A back-off is over by then."""
+        """Return whether the router sends a request, after the back-off."""
         if self.state is BreakerState.OPEN:
             self.now = self.router.health._breakers["a"].ready_s
         chosen = self.router.choose(RouteRequest(1), blocks(), USABLE)
@@ -67,7 +67,7 @@ class Instance:
 
 def run(events: tuple[str, ...]) -> None:
     instance = Instance()
-    trial: tuple[int, Route] | None = None  # under way at a half-open breaker
+    trial: tuple[int, Route] | None = None  # in flight at a half-open breaker
     for event in events:
         was = instance.state
         request: tuple[int, Route] | None = None

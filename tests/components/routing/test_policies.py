@@ -1,4 +1,4 @@
-"""The law of each policy: what it may never do, and what it does to a fleet over many requests."""
+"""Invariants of each policy, and its effect on a fleet over many requests."""
 
 import math
 import re
@@ -66,7 +66,7 @@ def choose(
 
 
 def give(member: Member, tokens: int) -> None:
-    """What the load book would add."""
+    """Add a request, like the load book."""
     member.running += 1
     member.queued_tokens += tokens
     member.used_pages += math.ceil(tokens / member.page_size)
@@ -138,7 +138,7 @@ def test_a_policy_is_deterministic_with_its_seed_and_changes_no_member(
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_equal_requests_of_many_sessions_spread_evenly(name: PolicyName) -> None:
-    """Also those that know no load: for 4,000 requests on ten instances, 300 to 500 each."""
+    """Also without load: each of ten instances gets 300 to 500 of 4,000 requests."""
     policy, members = parse_policy(name).make("prefill", Random(1)), fleet(10)
     for at in range(4000):
         ask = RouteRequest(200, session=str(at), prefix=str(at).encode())
@@ -179,7 +179,7 @@ def test_least_load_keeps_requests_within_one_of_each_other() -> None:
 @pytest.mark.parametrize("name", ["least_load", "kv_aware", "cache_aware", "power_of_two"])
 @pytest.mark.parametrize("role", ROLES)
 def test_an_instance_of_several_devices_gets_as_many_times_the_requests(name: PolicyName, role: WorkerRole) -> None:
-    """Among six instances of one device one of four was too full at a quarter of its share."""
+    """An instance of four devices, among six of one, counted as full at a quarter of its share."""
     members, policy = fleet(7), parse_policy(name).make(role, Random(2))
     members[3].devices = 4
     for _ in range(1000):
@@ -279,7 +279,7 @@ def test_kv_aware_without_an_index_spreads_evenly(temperature: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_hot_prefix_never_loads_an_instance_above_the_bound(temperature: float) -> None:
-    """Worst case: all ask for the prefix, one has it, nothing of it ever spreads, and nothing gets done."""
+    """The worst case: all requests have the prefix, only one instance ever caches it, and no request ends."""
     weights = KvWeights(temperature=temperature)
     members, policy = fleet(10), KvAware(Random(5), weights)
     for _ in range(3000):
@@ -290,7 +290,7 @@ def test_a_hot_prefix_never_loads_an_instance_above_the_bound(temperature: float
         assert max(m.running for m in members) <= 2 * mean + weights.spill_requests + 1
         assert max(m.queued_tokens for m in members) <= 2 * mean_queued + weights.spill_tokens + 10_000
     hot = members[4].running
-    assert hot > 1.5 * max(m.running for m in members if m is not members[4])  # it is used all the same
+    assert hot > 1.5 * max(m.running for m in members if m is not members[4])  # but it is used
 
 
 def test_kv_aware_goes_to_the_cache_while_that_is_less_work_than_elsewhere() -> None:
@@ -335,13 +335,13 @@ def test_reported_speeds_count_within_a_range_only() -> None:
 
 def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_cost() -> None:
     members, policy = fleet(2), KvAware(Random(6), KvWeights(temperature=0.5))
-    members[1].queued_tokens = 1000  # half of which counts: of a prompt of 1000 half a prompt, one temperature
+    members[1].queued_tokens = 1000  # half of it counts: half a prompt of 1000, one temperature
     found = Counter(choose(policy, RouteRequest(1000), members).member.instance_id for _ in range(5000))
     assert found["i0000"] / found["i0001"] == pytest.approx(math.e, rel=0.1)
 
 
 def test_instances_with_nearly_equal_costs_get_equal_shares() -> None:
-    """Conversations that begin while all workers are nearly idle: no draw may put most of them on one instance."""
+    """Conversations begin while all workers are nearly idle, and must not go to one instance."""
     members, policy = fleet(4), KvAware(Random(2))
     for at, member in enumerate(members):
         member.queued_tokens = at  # of prompts of 100 to 300 tokens: nothing
@@ -425,7 +425,7 @@ def test_a_key_moves_only_when_its_instance_goes_and_only_to_one_that_comes() ->
 
 
 def test_scores_do_not_depend_on_process_or_company() -> None:
-    """Routers must agree without talking: the numbers are part of the protocol."""
+    """Routers must agree without messages: the scores are part of the protocol."""
     assert Rendezvous().scores(b"key", [Member("a"), Member("b")]) == [3267134792968014736, 2951011398347298314]
 
 
@@ -444,7 +444,7 @@ def test_a_key_stays_while_its_instance_has_room_and_goes_where_it_would_go_with
     members = fleet(6)
     policy = BoundedHashing(Random(0), prompt_load, prefix_only, "next")
     home = choose(policy, RouteRequest(10, prefix=b"p"), members).member
-    home.queued_tokens = SLACK_TOKENS  # all the others have nothing to do
+    home.queued_tokens = SLACK_TOKENS  # all others are idle
     assert all(
         choose(policy, RouteRequest(10, prefix=b"p", session=str(at)), members).member is home for at in range(20)
     )

@@ -1,4 +1,4 @@
-"""A router's parts together: what one choice looks at, what it leaves behind, and what its outcome changes."""
+"""The parts of a router together: a choice, its effects, and its outcome."""
 
 import json
 from random import Random
@@ -32,7 +32,7 @@ def blocks(tokens: list[int] = PROMPT) -> PromptBlocks:
 
 
 class Fleet:
-    """Instances that came long ago, under a clock that the test moves."""
+    """Long-known instances, with a clock that the test moves."""
 
     def __init__(self, policy: PolicyName = "kv_aware", sizes: dict[str, int] | None = None, tell: str = "abc") -> None:
         self.now = 0.0
@@ -64,7 +64,7 @@ def test_kv_events_of_an_instance_attract_the_prompt() -> None:
 
 
 def test_a_single_instance_is_chosen_for_that_alone() -> None:
-    """Its cache is not looked up, and the reason said that it held none of the prompt."""
+    """Its cache is not looked up, but the reason said that none of the prompt was cached."""
     fleet = Fleet()
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
     assert fleet.choose("b").why == "the only instance"
@@ -81,7 +81,7 @@ def test_with_pages_of_several_sizes_each_is_looked_up_by_its_own() -> None:
 
 
 def test_an_instance_never_has_the_whole_prompt() -> None:
-    """Its last token is computed in any case, for there is something to draw the next one from."""
+    """The last token is always computed, to draw the next one."""
     fleet = Fleet()
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED))
     assert fleet.choose().cached_tokens == 63
@@ -173,7 +173,7 @@ def test_success_makes_up_for_failures() -> None:
 
 @pytest.mark.parametrize("outcome", ["fail", "succeed"])
 def test_requests_to_an_earlier_process_do_not_count_for_the_one_with_its_id(outcome: str) -> None:
-    """Requests that a worker lost as it restarted opened the breaker of its next process at once."""
+    """Requests lost in a restart opened the breaker of the next process."""
     fleet = Fleet("round_robin")
     before = [fleet.send(fleet.choose("b")) for _ in range(DEFAULT_SETTINGS.failures)]
     fleet.router.joined("b", "anew", 16)
@@ -196,7 +196,7 @@ def test_an_explanation_names_the_candidates_and_leaves_no_trace() -> None:
     fleet.beat("c", queued_tokens=1000)
     explained = fleet.router.explain(RouteRequest(64), blocks(), [Member(name) for name in "abc"])
     assert explained is not None
-    twice = 1 + 1000 / 3 / KvWeights().crowd_tokens  # what counts of a token that is not cached
+    twice = 1 + 1000 / 3 / KvWeights().crowd_tokens  # the weight of an uncached token
     assert [(c.instance_id, c.cached_tokens, c.queued_tokens, c.cost) for c in explained.candidates] == [
         ("b", 32, 0, 32 * twice),
         ("a", 0, 0, 64 * twice),

@@ -1,4 +1,4 @@
-"""JSON schemas at random, of everything that is supported; the same ones for the same seed."""
+"""Random JSON schemas of all supported keywords, from a seed."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "email", "hostname"]
 
 
 def random_schema(seed: int) -> dict[str, Any]:
-    """One whose answers tend to be short."""
+    """Make a schema whose answers tend to be short."""
     return _Maker(random.Random(seed)).root()
 
 

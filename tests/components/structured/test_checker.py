@@ -1,4 +1,4 @@
-"""Constraints are checked in separate processes: one that costs too much ends its process, and delays no other request."""
+"""Constraints are checked in other processes: an expensive one ends its process, and delays no other request."""
 
 import asyncio
 import contextlib
@@ -120,7 +120,7 @@ async def test_max_properties_is_enforced_where_the_docs_promise_it(
     ],
 )
 def test_an_answer_may_break_its_schema_only_as_documented(folder: Path, schema: Any, text: str) -> None:
-    """docs/openai.md said that an answer always satisfies its schema. If the compiler learns one of these, mend the docs."""
+    """The exceptions in docs/openai.md. If the compiler supports one of these, mend the docs."""
     matcher = start_matcher(load_vocabulary(folder), json_schema(schema))
     assert matcher.consume_tokens(list(text.encode()))
     assert matcher.is_accepting()
@@ -196,7 +196,7 @@ async def test_what_cannot_be_kept_is_refused_with_its_reason(
 async def test_what_looks_like_a_bomb_is_answered_within_the_budget(
     checker: ConstraintChecker, asked: Constraint
 ) -> None:
-    """Kept or refused: neither takes longer, and the next one is checked as usual."""
+    """Accepted or refused within the budget, and the next one is checked as usual."""
     async with asyncio.timeout(PATIENCE_S):
         with contextlib.suppress(Unusable):
             assert (await checker.check(asked)).kind == asked.kind
@@ -204,8 +204,7 @@ async def test_what_looks_like_a_bomb_is_answered_within_the_budget(
 
 
 async def test_a_bomb_is_refused_within_the_budget_and_delays_no_other_check(checker: ConstraintChecker) -> None:
-    """Neither the event loop, nor another request whose constraint is to be checked."""
-    await asyncio.gather(*(checker.check(regex(f"warm{i}")) for i in range(2)))  # both processes are there
+    await asyncio.gather(*(checker.check(regex(f"warm{i}")) for i in range(2)))  # starts both processes
     async with longest_gap() as gap:
         bomb = asyncio.create_task(checker.check(json_schema(SLOW_MULTIPLE)))
         await asyncio.sleep(0.05)
@@ -215,7 +214,7 @@ async def test_a_bomb_is_refused_within_the_budget_and_delays_no_other_check(che
         with pytest.raises(Unusable, match=TOO_COMPLEX):
             await bomb
     assert gap[0] < MAX_GAP_S
-    with pytest.raises(Unusable, match=TOO_COMPLEX):  # known by now: it waits for nothing
+    with pytest.raises(Unusable, match=TOO_COMPLEX):  # cached: it waits for nothing
         checker.check(json_schema(SLOW_MULTIPLE)).send(None)
     assert await checker.check(regex("after")) == regex("after")
 
@@ -260,15 +259,17 @@ async def test_a_caller_that_leaves_does_not_cancel_the_answer_for_others(checke
 
 
 def bombs(count: int) -> list[Constraint]:
-    """Half a minute each."""
+    """Constraints that take half a minute each."""
     return [json_schema({"type": "integer", "multipleOf": 999_983 - 2 * i}) for i in range(count)]
 
 
-async def begun(checker: ConstraintChecker, asked: list[Constraint], caller: bytes) -> list[asyncio.Task[Constraint]]:
-    """Checks of which as many as may have a process."""
-    tasks = [asyncio.create_task(checker.check(one, caller)) for one in asked]
+async def begun(
+    checker: ConstraintChecker, constraints: list[Constraint], caller: bytes
+) -> list[asyncio.Task[Constraint]]:
+    """Start checks, until all processes are busy."""
+    tasks = [asyncio.create_task(checker.check(one, caller)) for one in constraints]
     await asyncio.sleep(0)
-    working = min(len(asked), module.OF_A_CALLER)
+    working = min(len(constraints), module.OF_A_CALLER)
     await until(lambda: sum(c.has_process for c in checks(checker, caller).values()) >= working)
     return tasks
 
@@ -284,7 +285,7 @@ async def leave(*tasks: asyncio.Task[Constraint]) -> None:
 
 
 async def test_a_check_without_waiting_callers_is_given_up(folder: Path) -> None:
-    """Clients that had left kept the processes busy, one with a budget of CPU time after another."""
+    """Checks of clients that had left kept the processes busy."""
     async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
         left = await begun(opened, [*bombs(module.OF_A_CALLER), regex("waits")], b"one")
         await leave(*left)
@@ -317,8 +318,8 @@ async def test_a_caller_that_keeps_processes_busy_delays_no_other(folder: Path) 
         await leave(*flood)
 
 
-async def test_who_asks_again_soon_finds_his_check_going_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a client whose patience is shorter than a process takes to start would never have an answer."""
+async def test_a_check_that_is_soon_requested_again_continues(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a client with a shorter time limit than a process's start would never get an answer."""
     monkeypatch.setattr(module, "LEFT_S", 600.0)
     registry = CollectorRegistry()
     async with open_checker(folder, BUDGET_S, ConstraintMetrics(registry)) as opened:
@@ -347,7 +348,7 @@ async def test_what_another_caller_s_check_found_out_meanwhile_is_not_checked_ag
     assert results(registry)["cached"] >= 1
 
 
-async def test_a_process_that_was_killed_while_idle_speaks_against_no_constraint(folder: Path) -> None:
+async def test_a_process_that_was_killed_while_idle_makes_no_constraint_too_complex(folder: Path) -> None:
     """The constraint counted as too complex, for good."""
     async with open_checker(folder, BUDGET_S, ConstraintMetrics(CollectorRegistry())) as checker:
         await checker.check(Constraint(kind="regex", text="a+"))

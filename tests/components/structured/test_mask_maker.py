@@ -106,7 +106,7 @@ async def test_only_so_many_are_kept(maker: MaskMaker, monkeypatch: pytest.Monke
 async def test_what_is_kept_is_bounded_by_what_it_takes(
     maker: MaskMaker, monkeypatch: pytest.MonkeyPatch, grows: str
 ) -> None:
-    """Three characters may take as much memory as ten thousand: it was these that were counted."""
+    """Characters were counted, but three may take as much memory as ten thousand."""
     monkeypatch.setattr(module, "MAX_KNOWN_BYTES", 10_000)
     monkeypatch.setattr(module, "BYTES_PER_TOKEN", 1000)
     monkeypatch.setattr(module, "BYTES_PER_CPU_S", 0)
@@ -128,7 +128,7 @@ async def test_what_is_kept_is_bounded_by_what_it_takes(
 async def test_a_compilation_filled_by_texts_serves_no_other_request(
     maker: MaskMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All masks of a constraint share what one text has made of it: after one that was too much, each failed at once."""
+    """All masks of a constraint share one compilation: after a text that exceeded its limit, each failed at once."""
     monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=100, verbose_errors=False))
     counting = pattern("[a-z]{0,300}!")
     filling = await maker.mask_of(counting, [1])
@@ -144,7 +144,7 @@ async def test_a_compilation_filled_by_texts_serves_no_other_request(
     assert after.fault is None
 
 
-async def test_a_question_what_may_follow_wears_nothing_out(maker: MaskMaker) -> None:
+async def test_a_query_of_allowed_tokens_changes_no_state(maker: MaskMaker) -> None:
     """Speculative decoding asks about tokens of which some are forbidden."""
     constraint = Constraint(kind="regex", text="abc")
     mask = await maker.mask_of(constraint, [])
@@ -167,7 +167,7 @@ async def test_a_constraint_is_compiled_anew_after_so_many_tokens(
 
 
 async def test_leaving_ends_the_threads(folder: Path) -> None:
-    """They lived on, and the end of the process waited for what they were compiling."""
+    """They continued, and the end of the process waited for their compilations."""
     before = set(threading.enumerate())
     async with open_masks(lambda: folder, VOCAB, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
         await maker.mask_of(pattern("a"), [1])
@@ -206,7 +206,7 @@ uvloop.run(main())
 
 
 def test_the_end_of_a_process_does_not_wait_for_what_is_being_compiled(folder: Path) -> None:
-    """Many minutes of it, which nothing can interrupt."""
+    """The compilation takes many minutes, and cannot be interrupted."""
     command = [sys.executable, "-c", LEAVES_IN_THE_MIDDLE, str(folder)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "left True True\n", "")
@@ -214,7 +214,7 @@ def test_the_end_of_a_process_does_not_wait_for_what_is_being_compiled(folder: P
 
 @pytest.mark.parametrize("vocab", [VOCAB, 300, 1000])
 async def test_ids_without_a_token_never_come(folder: Path, vocab: int) -> None:
-    """A model's logits are often more than its tokenizer's tokens."""
+    """Models often have more logits than tokens."""
     async with open_masks(lambda: folder, vocab, frozenset({END}), ConstraintMetrics(CollectorRegistry())) as maker:
         mask = await maker.mask_of(pattern("(?s:.*)"), [1])
     assert max(allowed(mask, vocab)) == END
@@ -226,7 +226,7 @@ async def test_a_tokenizer_may_have_more_tokens_than_the_model(folder: Path) -> 
 
 
 def test_a_mask_allows_what_the_grammar_takes_and_nothing_else(real_model_dir: Path) -> None:
-    """With the default model's vocabulary: each token that is allowed is accepted, each other one is not."""
+    """With the default model's vocabulary."""
     vocabulary = load_vocabulary(real_model_dir, 49_152, frozenset({2}))
     schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
     matcher = start_matcher(vocabulary, Constraint(kind="json_schema", text=json.dumps(schema)))

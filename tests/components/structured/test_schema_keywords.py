@@ -1,4 +1,4 @@
-"""Schemas that cannot be kept are refused by the name of what is in the way."""
+"""Schemas that cannot be enforced are refused by the name of the keyword."""
 
 import time
 from typing import Any
@@ -62,7 +62,7 @@ def test_names_and_values_are_not_taken_for_keywords(schema: Any) -> None:
 
 
 def test_the_bounds_of_a_safe_integer_are_accepted() -> None:
-    """Integers of 16 digits were refused, and with them each `z.int()` of Zod 4, which writes these two bounds."""
+    """Integers of 16 digits were refused, such as the two bounds of Zod 4's `z.int()`."""
     safe = 2**53 - 1
     assert fault_in_schema({"type": "integer", "minimum": -safe, "maximum": safe}) is None
     assert fault_in_schema({"exclusiveMinimum": -(2**53), "exclusiveMaximum": 2**53, "enum": [safe]}) is None

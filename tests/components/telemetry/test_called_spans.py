@@ -12,7 +12,7 @@ from tests.components.telemetry.written import writing_tracer
 
 
 def called(caller: Spans, callee: Spans) -> tuple[trace.Span, trace.Span]:
-    """A call to instance d1: the caller's span, and the callee's."""
+    """Call instance d1; return the caller's span and the callee's."""
     with caller.start_as_current_span("frontend.dispatch") as dispatch:
         headers = trace_headers()
     token = context.attach(trace_context(headers))
@@ -26,7 +26,7 @@ def test_the_caller_records_the_span_of_a_process_that_died_under_the_same_id() 
     spans: list[LightSpan] = []
     dispatch, request = called(Spans(spans.append), Spans(lambda _: None))
     record_lost("decode.request", dispatch, "d1", "silent for 2 s")
-    record_lost("decode.request", dispatch, "d1", "silent for 2 s")  # each branch of the request notices
+    record_lost("decode.request", dispatch, "d1", "silent for 2 s")  # once for each branch
     _, lost = spans
     assert lost.span_id == request.get_span_context().span_id
     assert lost.parent_id == dispatch.get_span_context().span_id

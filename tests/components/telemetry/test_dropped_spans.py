@@ -47,7 +47,7 @@ def receiver(status: int) -> Iterator[str]:
 
 
 def exported(home: Path, endpoint: str | None, *batches: int) -> dict[str, int]:
-    """The drops of a process that exports so many spans at a time."""
+    """Return the drops of a process that exports these batches."""
     export = SpanExport("a-1", {}, TraceWriter(home), None if endpoint is None else OtlpSender(endpoint))
     tracer = Spans(export.put)
     for count in batches:
@@ -64,7 +64,7 @@ def test_none_is_dropped_while_all_works(tmp_path: Path) -> None:
 
 
 def test_failures_beyond_the_limit_of_the_tail_are_tail_limit(tmp_path: Path) -> None:
-    """In a storm of failures most traces vanished, and no metric showed it."""
+    """With many failures most traces were lost, and no metric showed it."""
     export = SpanExport("a-1", {}, TraceWriter(tmp_path))
     telemetry = Telemetry(HeldTraces(export.put, TokenBucket(0.1, clock=lambda: 0.0)), export)
     tracer = Spans(telemetry.held.take, TokenBucket(0), holds=True)

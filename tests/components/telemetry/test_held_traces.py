@@ -15,7 +15,7 @@ S = 10**9
 
 
 class Process:
-    """What it exports and announces; its clock is in the spans."""
+    """A process's exported and announced spans."""
 
     def __init__(self, kept: TokenBucket | None = None) -> None:
         self.exported: list[LightSpan] = []
@@ -36,7 +36,7 @@ class Process:
         return root
 
     def step(self, root: LightSpan, at_ns: int = S) -> None:
-        """A span of a request that began in this process, or in another."""
+        """Record a span of a request."""
         parent = root if root.sink == self.held.take else trace.NonRecordingSpan(root.get_span_context())
         self.tracer.start_span("step", trace.set_span_in_context(parent), start_time=at_ns).end(at_ns + 1)
 
@@ -95,7 +95,7 @@ def test_another_process_exports_what_it_holds_once_the_decision_arrives() -> No
 
 
 def test_requests_of_one_trace_are_kept_each_by_its_own_outcome() -> None:
-    """A client may name one trace for all of its requests: one that fails must not keep all others."""
+    """A client may use one trace id for all requests: one that fails must not keep all."""
     process = Process()
     of_client = trace.set_span_in_context(trace.NonRecordingSpan(trace.SpanContext(7, 8, True, trace.TraceFlags(0))))
     good, bad = (

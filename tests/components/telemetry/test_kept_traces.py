@@ -15,7 +15,7 @@ REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
-    """Spans of one trace, the first; later ones are not kept."""
+    """Keep the spans of the first trace only."""
     exporter = InMemorySpanExporter()
     tracer = Spans(lambda span: exporter.export(list(span.whole())), TokenBucket(0.1, clock=lambda: 0.0))
     monkeypatch.setattr(spans, "tracer", tracer)
@@ -32,7 +32,7 @@ def inside(caller: context.Context) -> Iterator[None]:
 
 
 def request(tracer: Spans) -> dict[str, str] | None:
-    """One with a step, a step of another context and one that is over; returns the headers of a message from the step."""
+    """Record a request with three steps; return the headers of a message from one."""
     with tracer.start_as_current_span("root") as root:
         with tracer.start_as_current_span("step") as step:
             step.set_attribute("a", 1)

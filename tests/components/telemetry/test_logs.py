@@ -48,7 +48,7 @@ def test_progress_is_logged_at_its_ends_and_twice_a_second(capsys: pytest.Captur
 
 
 def test_a_traceback_does_not_show_what_the_variables_held(capsys: pytest.CaptureFixture[str]) -> None:
-    """They hold prompts."""
+    """They may be prompts."""
     configure_logs("info", "json")
     try:
         prompt = "my secret"
@@ -86,7 +86,7 @@ def test_a_person_reads_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_a_client_wrote_forges_no_line_and_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
-    """The path of a refused request was written as it came."""
+    """The path of a refused request was written unescaped."""
     configure_logs("info", "console")
     log.info("refused\rx", extra={"route": "/x\n12:00:00  ready\x1b[31m\x9b1m\u2028"})
     assert capsys.readouterr().err[10:] == "refused\\rx  route=/x\\n12:00:00  ready\\x1b[31m\\x9b1m\\u2028\n"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.anyio
     ],
 )
 async def test_an_unusable_address_is_reported_with_the_options_of_this_page(host: str, said: str) -> None:
-    """The error named --host and --port, which are options of another server, or of none."""
+    """The error named --host and --port, which are not options of this server."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -37,7 +37,7 @@ async def test_an_unusable_address_is_reported_with_the_options_of_this_page(hos
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
 async def test_a_page_of_many_series_does_not_block_the_event_loop(accept: str) -> None:
-    """It was written in the event loop: 0.1 s for 20 adapters, or for 1,000 API keys."""
+    """Writing it blocked the event loop: 0.1 s for 20 adapters, or for 1,000 API keys."""
     registry = CollectorRegistry()
     for number in range(20):
         histogram = Histogram(f"h{number}_seconds", "Text.", ["model"], registry=registry)

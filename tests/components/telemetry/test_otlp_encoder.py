@@ -1,4 +1,4 @@
-"""The bytes that we write, read by the messages of the package opentelemetry-proto, and beside the SDK's encoder."""
+"""Our encoded spans, read by opentelemetry-proto and compared with the SDK's encoder."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""With an endpoint set, spans leave over OTLP/HTTP as well as to the disk: a collector of ours receives and parses them."""
+"""With an endpoint, spans are also sent over OTLP/HTTP, to a collector of the test."""
 
 import asyncio
 import subprocess
@@ -46,7 +46,7 @@ def test_spans_reach_a_collector_and_the_disk(tmp_path: Path) -> None:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}/"
-        # a process of its own: OpenTelemetry's provider is set once in a process
+        # in its own process, since OpenTelemetry's provider is set only once
         subprocess.run([sys.executable, "-c", PROGRAM, endpoint, str(tmp_path)], check=True, timeout=PATIENCE_S)
         server.shutdown()
         thread.join()

@@ -1,4 +1,4 @@
-"""A piece is read the same in both forms."""
+"""A piece has the same content in both formats."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ NOWHERE: list[LightSpan] = []
 
 
 def request(**attributes: Any) -> LightSpan:
-    """A request with a step, a step that failed, and a call that has a step of its own."""
+    """Record a request with two steps, one of which fails, and a call with a step."""
     root = LightSpan("chat", TRACE, 7, 1, NOWHERE.append, SpanKind.SERVER, attributes, 5, True)
     with step("frontend.route", root, 6) as routing:
         routing.note(VALUES)

@@ -18,7 +18,7 @@ log = logging.getLogger("components.counted")
 
 
 class Lines:
-    """What a handler writes, by a clock that the test moves."""
+    """The output of a handler, with a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -27,7 +27,7 @@ class Lines:
         self.handler.setFormatter(_Facts())
 
     def take(self) -> list[tuple[str, object, object]]:
-        """Message, the fact `n` and `repeated` of each line since the last call."""
+        """Return message, `n` and `repeated` of each line since the last call."""
         text = self.stream.getvalue()
         self.stream.seek(0)
         self.stream.truncate()
@@ -60,7 +60,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Lines:
 
 
 def test_of_equal_lines_a_few_are_written_and_the_rest_counted(lines: Lines) -> None:
-    """3,282 requests were refused in two seconds, each with a line of its own."""
+    """3,282 refused requests in two seconds logged a line each."""
     for n in range(3282):
         log.info("call refused", extra={"n": n})
     assert lines.take() == [("call refused", n, None) for n in range(BURST)]
@@ -101,7 +101,7 @@ def test_lines_of_another_message_level_or_logger_are_others(lines: Lines, monke
 def test_lines_of_a_library_are_equal_if_they_come_from_one_place(
     lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Libraries put facts into their messages: a thousand lines of one broken peer were all written."""
+    """Libraries put facts into their messages: a thousand lines of one broken peer were written."""
     library = logging.getLogger("a_library")
     monkeypatch.setattr(library, "handlers", [lines.handler])
     monkeypatch.setattr(library, "propagate", False)
@@ -121,7 +121,7 @@ def test_the_line_at_the_end_of_a_request_is_always_written(lines: Lines, monkey
     requests.setLevel(logging.INFO)
     for n in range(3 * BURST):
         requests.info("request", extra={"n": n})
-    assert lines.take() == []  # they are gathered until the next line, for a moment at most
+    assert lines.take() == []  # held back briefly, or until the next line
     log.info("next")
     assert lines.take() == [*(("request", n, None) for n in range(3 * BURST)), ("next", None, None)]
 

@@ -1,4 +1,4 @@
-"""Every line of a request has its ids, whichever logger writes it."""
+"""Every log line of a request has its ids, from any logger."""
 
 import asyncio
 import io
@@ -81,7 +81,7 @@ def test_tasks_carry_the_id_on_and_requests_side_by_side_keep_theirs(capsys: pyt
 
 
 def test_a_line_that_is_held_back_keeps_the_id_of_its_request() -> None:
-    """Another thread writes it, which serves no request."""
+    """Another thread writes it."""
     stream, now_s = io.StringIO(), 0.0
     handler = CountingHandler(stream, lambda: now_s)
     handler.setFormatter(logging.Formatter("%(message)s %(request_id)s"))

@@ -17,14 +17,13 @@ BEGAN = 1_700_000_000_000_000_000
 
 
 def span(name: str, parent: str | None, service: str, start_ms: float, end_ms: float, status: str = "UNSET") -> Span:
-    """Its id is made of its name."""
     start, end = (BEGAN + int(at * MS) for at in (start_ms, end_ms))
     facts = {"kvmesh.request_id": "r"} if parent is None else {}
     around = None if parent is None else parent.encode().hex()
     return Span("f" * 32, name.encode().hex(), around, service, name, start, end, status, facts)
 
 
-# As a request's: decode outlasts the call, and prefill is called by decode.
+# Decode outlasts the frontend's call, and calls prefill.
 TRACE = [
     span("chat", None, "frontend-1", 0, 110),
     span("dispatch", "chat", "frontend-1", 1, 2.1),
@@ -37,7 +36,7 @@ TRACE = [
 
 
 def skewed(**ahead_ms: float) -> list[Span]:
-    """The trace as processes record it whose clocks are ahead."""
+    """Return the trace of processes whose clocks are ahead."""
     found = []
     for one in TRACE:
         ns = int(ahead_ms.get(one.service.partition("-")[0], 0) * MS)
@@ -71,7 +70,7 @@ def test_a_process_with_another_clock_is_shifted_as_a_whole_to_its_caller(ahead_
 
 @pytest.mark.parametrize("ahead_ms", [300, -300])
 def test_a_process_in_the_middle_takes_those_that_it_calls_along(ahead_ms: float) -> None:
-    """Prefill's clock is right, yet measured against decode's it looks wrong."""
+    """Prefill's clock is right, but seems wrong beside decode's."""
     at = starts(corrected(skewed(decode=ahead_ms)))
     assert (at["decode"], at["prefill"], at["open"]) == (1.0, 2.5, 3.6)
 

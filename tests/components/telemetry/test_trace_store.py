@@ -21,7 +21,7 @@ from components.telemetry.trace_store import TRIM_EVERY, Limits, TraceStore, Tra
 from tests.components.telemetry.written import writing_tracer
 from tests.waiting import PATIENCE_S
 
-FILES = 20  # made anew, as at the first start of a mesh
+FILES = 20  # each as at the first start of a mesh
 
 
 def keep(tracer: Spans, name: str, start_ns: int, request_id: str | None = None) -> str:
@@ -90,7 +90,7 @@ def _write(home: Path, number: int, barrier: Barrier) -> None:
 
 
 def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A process that lost the race to set WAL on a new file got "locked" at once and dropped a span; now it retries."""
+    """A process that lost the race to set WAL on a new file got "locked", and dropped a span."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of other tests' threads
     barrier = context.Barrier(3)
     processes = [context.Process(target=_write, args=(tmp_path, n, barrier)) for n in range(3)]
@@ -169,10 +169,10 @@ def test_the_last_traces_are_found_though_each_is_in_a_batch_of_each_process(tmp
 
 
 def test_any_number_of_requests_in_one_trace_stay_within_the_bound(tmp_path: Path) -> None:
-    """A client chose one trace id for all of its requests, and the file grew without end: only traces were counted."""
+    """With one trace id for all requests of a client, the file grew without bound: only traces were counted."""
     tracer, writer = writing_tracer(tmp_path, limits=Limits(spans=100))
     root = tracer.start_span("root", start_time=1)
-    root.end()  # so that the others are pieces of their own
+    root.end()  # so that the others are separate pieces
     for number in range(300):
         tracer.start_span(f"n{number}", trace.set_span_in_context(root), start_time=number + 1).end(number + 2)
     for _ in range(TRIM_EVERY):
@@ -224,7 +224,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 def damage(home: Path, kind: str) -> None:
-    """As a power failure may; the file has spans of 60 traces, which none of the first writes touches again."""
+    """Damage the file, like a power failure. Its 60 traces are not touched by the next writes."""
     writer = TraceWriter(home)
     for number in range(60):
         assert writer.write("test", [piece(number), Piece(f"{number:032x}", 1, 1, b"x" * 2 * PAGE)])
@@ -236,7 +236,7 @@ def damage(home: Path, kind: str) -> None:
 def test_a_damaged_file_is_moved_aside_and_a_new_one_begins(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each write of each process failed from then on, also after a restart."""
+    """All later writes failed, also after a restart."""
     damage(tmp_path, kind)
     damaged = (tmp_path / FILE_NAME).read_bytes()
     writers = [TraceWriter(tmp_path), TraceWriter(tmp_path)]
@@ -301,7 +301,7 @@ def test_a_damaged_file_that_cannot_be_moved_costs_the_spans_and_not_the_process
     ["delete from batch_spans where batch = 2", "update batches set trace_ids = cast(x'ff' as text) where batch = 2"],
 )
 def test_rows_that_a_power_failure_tore_do_not_stop_later_writes(statement: str, tmp_path: Path) -> None:
-    """The trim of old batches raised what is no error of SQLite, at this write and at each later one."""
+    """The trim of old batches raised an error that is not SQLite's, at each write."""
     writer = TraceWriter(tmp_path, Limits(traces=3))
     for number in range(1, 6):
         assert writer.write("test", [piece(number, slow=number == 2)])
@@ -318,7 +318,7 @@ def test_rows_that_a_power_failure_tore_do_not_stop_later_writes(statement: str,
 
 
 def test_a_folder_that_cannot_be_made_costs_the_spans_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    """It ended each service with a traceback."""
+    """Each service ended with a traceback."""
     home = Path("/dev/null/x")
     writer = TraceWriter(home)
     assert not writer.write("test", [piece(1)])
@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_made_costs_the_spans_and_not_the_process(caplog
 
 
 def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -> None:
-    """The trim of old batches failed at a torn one, and with it each later write of every process."""
+    """The trim of old batches failed at a damaged one, and with it all later writes."""
     writer = TraceWriter(tmp_path, Limits(traces=3))
     for number in range(1, 6):
         assert writer.write("test", [piece(number, slow=number in (2, 3))])
@@ -347,7 +347,7 @@ def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -
 
 @pytest.mark.parametrize("what", ["the file", "its folder"])
 def test_spans_after_the_file_was_deleted_are_in_a_new_one(what: str, tmp_path: Path) -> None:
-    """A running process wrote to the deleted file until its end, and no reader could open that."""
+    """A running process wrote to the deleted file until its end."""
     home = tmp_path / "home"
     first, second = TraceWriter(home), TraceWriter(home)
     for writer in (first, second):
@@ -418,7 +418,7 @@ def test_what_is_trimmed_is_forgotten_of_its_tenant_too(tmp_path: Path) -> None:
 
 
 def test_a_trace_whose_root_may_have_been_deleted_is_not_rootless(tmp_path: Path) -> None:
-    """Its process wrote before the worker: the limit of the file lay between both."""
+    """Its process wrote before the worker, so only its spans were deleted."""
     writer = TraceWriter(tmp_path, Limits(traces=10))
     for number in range(1, TRIM_EVERY + 1):
         writer.write("test", [piece(number) if number % 5 else Piece(f"{number:032x}", number, 1, b"")])

@@ -1,4 +1,4 @@
-"""A process that was started by hand and waits for etcd or NATS says so, again and again."""
+"""A process that waits for etcd or NATS logs it repeatedly."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_process_that_waits_for_a_server_logs_it_until_the_server_answers(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The process logged its first retry and nothing after it."""
+    """The process logged only its first retry."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.05)
     monkeypatch.setattr(waiting, "LOG_INTERVAL_S", 0.1)
     port = free_port()

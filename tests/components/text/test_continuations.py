@@ -1,4 +1,4 @@
-"""An answer's text continues its prompt's, also if characters of several tokens are where they meet."""
+"""An answer's text continues its prompt's, also if a character's tokens are on both sides."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -9,7 +9,7 @@ from components.text.tokenizer import TextModel
 
 
 def sentence_pieces() -> Tokenizer:
-    """Letters, and bytes for all other characters, as in Llama 2, Mistral and Gemma."""
+    """Make a tokenizer of letters, and bytes for other characters, as in Llama 2, Mistral and Gemma."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefg", "▁yes"]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -35,7 +35,7 @@ def ids_of(text: str) -> list[int]:
 @example("x 😻😹", "😻😻 yes", False)
 @example("a" * 40 + "😻" * 20, "b", False)
 def test_the_pieces_are_what_the_decoded_whole_adds_to_the_prompt(prompt: str, answer: str, selective: bool) -> None:
-    """Text of the prompt, or "\ufffd" for it, came before the answer."""
+    """The answer began with text of the prompt, or with "\ufffd"."""
     before, whole = ids_of(prompt), ids_of(prompt + answer)
     shown_specials = frozenset({TOKENIZER.token_to_id("</s>")}) if selective else frozenset()
     detokenizer = MODEL.detokenizer(before, shown_specials)

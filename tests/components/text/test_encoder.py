@@ -1,4 +1,4 @@
-"""`fastokens` encodes only where it gives what `tokenizers` gives."""
+"""`fastokens` is used only if its tokens are those of `tokenizers`."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LONG = st.lists(st.tuples(RUNS, st.sampled_from([1, 2, 40, 1500])), max_size=12)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """One that puts a token before each text, and knows added ones of every kind."""
+    """Add a token before each text, and added tokens of every kind."""
     tokenizer.add_special_tokens([AddedToken("<b>", lstrip=True), AddedToken("<e>", rstrip=True)])
     tokenizer.add_tokens([AddedToken("东京", normalized=False), AddedToken("word", single_word=True)])
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -89,7 +89,7 @@ def test_a_kind_that_fastokens_does_not_know_is_encoded_all_the_same(
 
 
 class Wrong:
-    """A `fastokens.Tokenizer` that is a token off, for long texts by an error."""
+    """A `fastokens.Tokenizer` with a wrong token, and an error for long texts."""
 
     def __init__(self, tokenizer: Any, *, off: int = 1, longest: int = 2**20) -> None:
         self._tokenizer = tokenizer
@@ -131,7 +131,7 @@ def test_a_text_that_is_too_much_for_it_is_encoded_by_tokenizers(
 
 
 class PanicException(BaseException):
-    """As pyo3 names what a panic becomes."""
+    """The name of pyo3's error after a panic."""
 
 
 @pytest.mark.parametrize("when", ["made", "asked"])

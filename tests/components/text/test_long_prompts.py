@@ -1,4 +1,4 @@
-"""Long prompts beside the event loop: few at a time, short ones first. Those whose request has left are not encoded."""
+"""Long prompts are encoded in threads: few at a time, short ones first, and none of cancelled requests."""
 
 import asyncio
 import threading
@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE_S, until
 
 
 class Gate:
-    """Work that notes its order and waits until it may end."""
+    """Work that records its order, and waits for the test."""
 
     def __init__(self) -> None:
         self.order: list[str] = []

@@ -10,7 +10,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max
 
 
 def expected(text: str, stops: list[str], early: int = 0) -> tuple[str, bool]:
-    """What the definition says, tried at every end: the first end at which a stop is complete, the longest of those."""
+    """Apply the definition: the first end at which a stop string is complete, and the longest of those."""
     for end in range(early + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

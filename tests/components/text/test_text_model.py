@@ -63,7 +63,7 @@ def test_truncation_that_a_tokenizer_file_asks_for_is_switched_off(tmp_path: Pat
 
 
 def test_a_directory_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    """The frontend died of it with a traceback, and its supervisor started it again."""
+    """The frontend ended with a traceback, and its supervisor restarted it."""
     with pytest.raises(WrongSettings, match=r"no tokenizer\.json: copy the one of the model beside config\.json"):
         TextModel.load(tmp_path)
 

@@ -61,7 +61,7 @@ def test_a_template_that_puts_texts_together_is_given_arguments_as_text() -> Non
 def test_a_template_that_needs_objects_is_given_what_can_be_read_of_arguments_that_are_not_json(
     arguments: object, shown: str
 ) -> None:
-    """A call that `max_tokens` had cut off made every later request of its conversation a 400."""
+    """After a call that `max_tokens` had cut off, each request of the conversation was a 400."""
     call = {**CALL, "function": {"name": "f", "arguments": arguments}}
     talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}, TALK[3]]
     assert tiny_text_model(AS_OBJECT).render(talk, [TOOL]).endswith(f"<tool_call>f:{shown}1")

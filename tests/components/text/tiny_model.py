@@ -1,4 +1,4 @@
-"""A model's text side, small enough to be made in a test: byte-level BPE with chat tokens and a template."""
+"""A small tokenizer: byte-level BPE with chat tokens and a template."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

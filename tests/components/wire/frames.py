@@ -1,4 +1,4 @@
-"""Frames as a decode instance sends them."""
+"""Frames of a decode instance."""
 
 from collections.abc import Sequence
 

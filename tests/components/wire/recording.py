@@ -1,8 +1,8 @@
-"""One of every message as bytes, and the schema that its receiver checks: what a release sends, and what it takes.
+"""One of every message as bytes, and its schema: what a release sends and accepts.
 
     python -m tests.components.wire.recording tests/components/wire/recorded/protocol-<PROTOCOL>.json
 
-records those of the code it runs on. Recordings of releases stay as they are.
+records those of this code. Recordings of releases do not change.
 """
 
 import importlib
@@ -31,7 +31,7 @@ for module in pkgutil.iter_modules(components.wire.__path__):
 
 
 def sample(kind: Any) -> Any:
-    """A value of a type as `msgspec.inspect` describes it, with every field set."""
+    """Return a value of a type of `msgspec.inspect`, with every field set."""
     match kind:
         case inspect.StructType():
             return {field.encode_name: sample(field.type) for field in kind.fields}
@@ -58,19 +58,18 @@ def sample(kind: Any) -> Any:
 
 
 def message_of(cls: type[Any]) -> Any:
-    """One message of a class."""
     return msgspec.convert(sample(inspect.type_info(cls)), cls)
 
 
 def schemas() -> dict[str, Any]:
-    """What a receiver checks, by tag; of etcd's records too."""
+    """Return the schemas of messages and etcd's records, by tag."""
     classes = {tag: cls for cls, tag in codec._tags.items()} | {"record": InstanceRecord}
     (*_, definitions) = msgspec.json.schema_components(classes.values())
     return {tag: _inlined(definitions[cls.__name__], definitions) for tag, cls in sorted(classes.items())}
 
 
 def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Without references, and without prose."""
+    """Remove references and descriptions."""
     if isinstance(schema, list):
         return [_inlined(one, definitions) for one in schema]
     if not isinstance(schema, dict):
@@ -81,7 +80,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 def recording() -> dict[str, Any]:
-    """Of the code that runs."""
+    """Record the messages of this code."""
     frame = TokenFrame("i", "e", 9, 2)
     frame.add_tokens(3, 0, [1, 2])
     frame.add(StreamItem(4, 5, [], None, Refused(error="PeerLost", message="m"), 0, 0, None, None))
@@ -94,7 +93,7 @@ def recording() -> dict[str, Any]:
         "schemas": schemas(),
         "bytes": {tag: b64encode(data).decode() for tag, data in packed.items()},
     }
-    read: dict[str, Any] = json.loads(json.dumps(taken))  # as a file has it, without tuples
+    read: dict[str, Any] = json.loads(json.dumps(taken))  # without tuples, like a file
     return read
 
 

@@ -10,7 +10,7 @@ SEED = seed_hash("m", "l", "s")
 
 
 def test_the_hash_never_changes_in_silence() -> None:
-    """Routers, caches and events of different versions meet in one mesh: another hash must be another name."""
+    """Versions meet in one mesh, so another hash needs another name."""
     assert seed_hash("smollm2-135m").hex() == "9c64c1702e52f368ca8151c2c25cc74d"
     assert SEED.hex() == "788a6f635e45be00cd93957c6563dc8a"
     assert [h.hex() for h in block_hashes(range(8), 4, SEED)] == [

@@ -1,7 +1,7 @@
 """What releases send each other: each message is understood, or refused by a named error.
 
-`recorded/protocol-1.json` is commit 3bf9314, the last release before records named a protocol. The recording of today's
-protocol changes with the messages, on purpose: `components/wire/codec.py` says what else must change then.
+`recorded/protocol-1.json` is commit 3bf9314, the last release before records named a protocol. If messages change, the
+recording of today's protocol changes too, and what `components/wire/codec.py` lists.
 """
 
 import json
@@ -32,7 +32,7 @@ TAGS: Final = {tag: cls for cls, tag in codec._tags.items()}
 
 
 def test_messages_are_those_that_were_recorded_for_this_protocol() -> None:
-    """A message has changed. If an older process would not understand it, raise PROTOCOL; in any case record it anew:
+    """If a message has changed, record it again. If an older process would not understand it, raise PROTOCOL too.
     python -m tests.components.wire.recording tests/components/wire/recorded/protocol-<PROTOCOL>.json
     """
     assert recording() == recorded(PROTOCOL)
@@ -59,7 +59,7 @@ def test_a_token_frame_of_the_last_release_is_read_or_names_the_instance_whose_s
 
 
 def test_the_sender_of_a_request_reads_the_frames_that_answer_it() -> None:
-    """FRAME_VERSION went up twice while requests stayed as they were: the streams of other releases hung to their deadline."""
+    """FRAME_VERSION changed twice without requests: streams of other releases hung until their deadline."""
     tag = codec._tags[GenerateRequest]
     assert (tag in RELEASE["schemas"]) <= (RELEASE["versions"]["frame"] == FRAME_VERSION)
     before = [recorded(protocol) for protocol in range(UNNAMED, PROTOCOL)]
@@ -82,7 +82,7 @@ def test_a_record_of_the_last_release_is_read_and_its_instance_not_paired_with_o
 
 @pytest.mark.parametrize("tag", sorted({*TAGS, "record"}))
 def test_a_message_of_today_is_understood_by_the_last_release_or_unknown_to_it_by_its_tag(tag: str) -> None:
-    """An unknown tag was MalformedMessage there, which `OLDEST` keeps from being asked."""
+    """A release that reports an unknown tag as MalformedMessage is older than `OLDEST`."""
     if tag not in RELEASE["schemas"]:
         assert OLDEST > UNNAMED, "the last release would be asked what it does not understand"
         return
@@ -93,7 +93,7 @@ def test_a_message_of_today_is_understood_by_the_last_release_or_unknown_to_it_b
 
 
 def _least(message: Any) -> Any:
-    """The same with each optional field as it is by default, so that it does not travel."""
+    """Return the message with the default of each optional field, which is not sent."""
     required = {field.name for field in msgspec.structs.fields(type(message)) if field.required}
     return type(message)(**{name: getattr(message, name) for name in required})
 

@@ -1,4 +1,4 @@
-"""Sampling parameters within the messages of both workers."""
+"""Sampling parameters in the messages to both workers."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ def sent(error: MeshError) -> MeshError:
 
 @pytest.mark.parametrize("cls", [cls for _, cls in sorted(BY_NAME.items())])
 def test_an_error_is_raised_on_the_other_side_as_what_it_was(cls: type[MeshError]) -> None:
-    """But for a defect: that of another process is not one of ours."""
+    """Except for a defect, which is not one of this process."""
     error = sent(cls("why", request_id="r", bytes=7, share=0.5, param=None))
     ours = issubclass(cls, InvariantBroken) and not issubclass(cls, PeerBroken)
     assert type(error) is (PeerBroken if ours else cls)
@@ -39,7 +39,7 @@ def test_a_wait_that_is_none_becomes_one_second(seconds: Any) -> None:
 
 @pytest.mark.parametrize("name", ["message", "self", "cls"])
 def test_a_field_may_be_named_like_a_parameter(name: str) -> None:
-    """It once raised TypeError where the other side's error belongs."""
+    """It raised TypeError instead of the other side's error."""
     assert sent(PromptTooLong("long", **{name: 1})).fields == {name: 1}
     assert sent(QueueFull("full", **{name: 1})).fields == {name: 1, "retry_after_s": 1.0}
 

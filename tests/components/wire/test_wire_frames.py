@@ -82,7 +82,7 @@ def test_a_damaged_frame_is_refused_or_still_a_frame(frame: TokenFrame, data: st
     ["gone", ["A"], ["A", "b", []], ["A", "b", {"k": [1]}], [1, "b", {}], ["A", None, {}], ["A", "b", {b"k": 1}]],
 )
 def test_a_bad_error_in_an_item_is_a_malformed_frame(error: object) -> None:
-    """The error's fields are checked by a schema, whose own exception once went through to the subscription."""
+    """The exception of the schema for the error's fields reached the subscription."""
     item = [0, 0, b"", None, error, 0, 0, None, None]
     with pytest.raises(MalformedMessage):
         unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
@@ -133,7 +133,7 @@ def test_a_frame_of_the_wrong_shape_is_refused(what: str) -> None:
         _with(2, b"123"),
         _with(3, 7),
         _with(7, ""),
-        [0, 0, b"1234", None, None, 0, 0, bytes(4), None],  # one token, none told of
+        [0, 0, b"1234", None, None, 0, 0, bytes(4), None],  # one token, zero counted
         _with(8, bytes(4)),
         _with(8, [2**40, bytes(4)]),
         _with(8, [-1, b"\xff\xff\xff\xff"]),
@@ -144,20 +144,20 @@ def test_a_frame_of_the_wrong_shape_is_refused(what: str) -> None:
     ],
 )
 def test_an_item_of_the_wrong_shape_is_refused(item: list[object]) -> None:
-    unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, ITEM]]]))  # what the others differ from
+    unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, ITEM]]]))  # the valid form
     with pytest.raises(MalformedMessage):
         unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, item]]]))
 
 
 def test_plain_items_keep_their_place_among_the_others() -> None:
-    """A stream's first item is none of them, nor is its last."""
+    """The first and last items of a stream are not plain."""
     items = [StreamItem(1, 0, [7], None, None, 3, 5), StreamItem(2, 4, [8]), StreamItem(1, 1, [9])]
     items += [StreamItem(2, 5, [10], "stop"), StreamItem(1, 2, [11])]
     assert unpack_frame(frame_of("i", "e", 1, items).pack()).items == items
 
 
 def test_where_a_prompt_was_computed_travels_with_its_first_token_and_not_otherwise() -> None:
-    """Older receivers refuse an item with a tenth field, so it is sent only if it was requested."""
+    """Older receivers refuse an item with a tenth field, so it is sent only on request."""
     origin = PromptOrigin("p1", "the transfer took too long")
     items = [StreamItem(1, 0, [7], None, None, 3, 5, origin=origin), StreamItem(2, 0, [8], None, None, 3, 5)]
     packed = frame_of("i", "e", 1, items).pack()
@@ -166,7 +166,7 @@ def test_where_a_prompt_was_computed_travels_with_its_first_token_and_not_otherw
 
 
 def test_counts_of_drafts_travel_with_their_tokens() -> None:
-    """A request with a prediction asks for them, so its frontend knows the eleventh field."""
+    """Only requests with a prediction get the eleventh field."""
     items = [
         StreamItem(1, 0, [7], None, None, 3, 5, origin=PromptOrigin("p", ""), draft_counts=DraftCounts(3, 2)),
         StreamItem(2, 0, [8, 9], draft_counts=DraftCounts(5, 1)),

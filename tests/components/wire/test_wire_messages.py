@@ -60,7 +60,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type. An unknown annotation fails the test, so that none is forgotten here."""
+    """Return a strategy for a field's type. An unknown annotation fails the test."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is list:
         return st.lists(values(args[0]), max_size=5)
@@ -83,7 +83,7 @@ def instances(cls: type) -> st.SearchStrategy[Any]:
 
 
 def test_a_subject_that_nats_could_not_carry_is_refused() -> None:
-    """The first frame of the answer ended decode's connection, and decode with it."""
+    """The first frame of the answer ended decode's connection, and so decode."""
     fields = {"stream_ids": [1]}
     assert unpack(codec._heads[CancelStreams] + msgpack.packb({**fields, "reply_to": "r" * 500}), CancelStreams)
     with pytest.raises(MalformedMessage, match="length <= 500"):
