@@ -16,13 +16,13 @@ from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 EAGER_TO_COMPILE: Final = "import engine.compilation.build_package as b; b._lower_priority = lambda: None; b.main()"
-# Leave out what takes 5 s of a package and changes no result: optimised glue code, and trying vector instructions.
+# Skip what takes 5 s of a package but changes no result: optimised glue code, and tests of vector instructions.
 QUICKLY: Final = {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 
 
 @pytest.fixture(scope="session", autouse=True)
 def kernel() -> str | None:
-    """Attention as users have it, in C++ where there is a compiler. Why not, where there is none."""
+    """Use attention in C++, like users. Return why not, if there is no compiler."""
     try:
         load_kernels(Path("~/.cache/kvmesh"))
     except KernelsUnavailable as exc:
@@ -32,9 +32,9 @@ def kernel() -> str | None:
 
 @pytest.fixture(scope="session")
 def compile_home(kernel: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A state directory to compile models in: without packages, with our own C++; inductor tries the compiler only once.
+    """A state directory for compiled models, with our C++ but without packages; inductor tries the compiler only once.
 
-    The compiling process does not step back: on a busy machine it would get no core, and the test runs out of time.
+    The compiling process keeps its priority, or it would get no core on a busy machine.
     """
     home = tmp_path_factory.mktemp("compiled")
     (home / "compile").mkdir()
@@ -58,7 +58,7 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny(tiny_dir: Path) -> LoadedModel:
-    """The tiny model in fp32; engines over it share its weights, not its pages."""
+    """The tiny model in fp32; its engines share weights, but not pages."""
     return load_tiny(tiny_dir)
 
 
@@ -69,13 +69,13 @@ def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def windowed(windowed_dir: Path) -> LoadedModel:
-    """No layer sees more than the last `WINDOW` keys."""
+    """A model whose layers attend to the last `WINDOW` keys."""
     return load_tiny(windowed_dir)
 
 
 @pytest.fixture(params=["off", "on"])
 def pipeline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Engines made after it run one step at a time, or plan the next one while a step is in flight."""
+    """Let new engines run one step at a time, or plan ahead."""
     monkeypatch.setitem(PIPELINE, "pipeline", request.param)
     return request.param
 

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 as sentence-transformers saves it, and what transformers itself makes of texts."""
+"""A tiny Qwen3 as sentence-transformers saves it, and the vectors of transformers."""
 
 import json
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def save_embedding_model(
     modules: Sequence[str] = ("Transformer", "Pooling", "Normalize"),
     **config: Any,
 ) -> Path:
-    """`modules` empty: no modules.json."""
+    """`modules`: empty for no modules.json."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         AutoModel.from_config(Qwen3Config(**CONFIG)).save_pretrained(directory)
@@ -57,12 +57,12 @@ def save_embedding_model(
 
 
 def change(path: Path, fields: dict[str, Any]) -> None:
-    """Some fields of a JSON file."""
+    """Change fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def reference(directory: Path, texts: Sequence[Sequence[int]], mode: str) -> npt.NDArray[np.float32]:
-    """Each text alone through transformers' forward, pooled and normalised: [texts, SIZE]."""
+    """Return transformers' vectors of each text alone, pooled and normalised: [texts, SIZE]."""
     model = AutoModel.from_pretrained(directory, dtype=torch.float32).eval()
     vectors = []
     with torch.inference_mode():
@@ -74,5 +74,5 @@ def reference(directory: Path, texts: Sequence[Sequence[int]], mode: str) -> npt
 
 
 def cosines(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Of row i with row i."""
+    """Return the cosine of row i with row i."""
     return (a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)

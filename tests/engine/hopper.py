@@ -1,4 +1,4 @@
-"""Compile the engine's own launches for an H100 or H200 where there is none.
+"""Compile the engine's launches for an H100 or H200 without having one.
 
 For scripts: Triton interprets or compiles for the life of a process.
 """
@@ -28,7 +28,7 @@ class Compiled:
     options: tuple[str, ...]  # for ptxas
 
     def assembled(self) -> tuple[int, int]:
-        """Registers of a thread, and bytes that are spilled because they do not suffice."""
+        """The registers of a thread, and spilled bytes."""
         with tempfile.TemporaryDirectory() as directory:
             source = Path(directory) / "kernel.ptx"
             source.write_text(self.ptx)
@@ -41,7 +41,7 @@ class Compiled:
 
 
 class _NoGpu:
-    """In the place of Triton's driver."""
+    """Replaces Triton's driver."""
 
     def get_current_device(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""What tests of engines beside asyncio share."""
+"""For tests of engines with asyncio."""
 
 import asyncio
 import threading
@@ -58,7 +58,6 @@ class FailingEngine(EngineCore):
 
 
 def failing(engine: EngineCore) -> EngineCore:
-    """Make it one."""
     engine.__class__ = FailingEngine
     return engine
 

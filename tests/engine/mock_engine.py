@@ -1,4 +1,4 @@
-"""Mock engines for tests: no torch, no waiting, and quick enough for thousands of steps."""
+"""Mock engines for tests, quick enough for thousands of steps."""
 
 import time
 from pathlib import Path
@@ -15,7 +15,7 @@ AT_ONCE = float("inf")
 
 
 class HeldDevice:
-    """The clock of the devices that mocks simulate. Only a test moves it: a step computes for as long as the test needs."""
+    """The clock of simulated devices. Only a test moves it, so steps take as long as the test needs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1.0
@@ -27,7 +27,7 @@ class HeldDevice:
         return self.now_s
 
     def finish(self) -> None:
-        """Let all steps that are in flight end; the engine sees it when its pause is over."""
+        """End all steps in flight; the engine notices after its pause."""
         self.now_s += 100.0
 
     @staticmethod

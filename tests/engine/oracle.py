@@ -1,4 +1,4 @@
-"""Drafts from answers that are known before."""
+"""Drafts from known answers."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ Texts = Sequence[Sequence[int]]
 
 
 class Oracle:
-    """Knows how texts go on, and lies about one token in `lies` (0: never)."""
+    """Returns the right tokens, but a wrong one in `lies` (0: never)."""
 
     max_drafts = 64  # only the scheduler's limits apply
 
@@ -35,7 +35,7 @@ def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:
 
 
 def at_no_cost(engine: EngineCore) -> EngineCore:
-    """Let it check drafts whatever they cost: on a busy machine the measured times may be against them."""
+    """Let it check drafts at any cost: on a busy machine measured times vary."""
     engine._row_cost = None
     return engine
 

@@ -1,4 +1,4 @@
-"""Which backend one gets, and what is said where it cannot run."""
+"""The choice of a backend, and the errors of one that cannot run."""
 
 import logging
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def test_on_a_cuda_device_it_is_triton_where_that_can_run(
 
 
 def test_heads_that_the_kernels_cannot_hold_take_plain_attention(caplog: pytest.LogCaptureFixture) -> None:
-    """A block of theirs exceeds a GPU's shared memory: the start ended with a traceback of Triton's."""
+    """A kernel's block exceeds a GPU's shared memory: the start ended with a traceback of Triton."""
     layout = AttentionCase((1,), (1,), head_dim=272).layout
     with pytest.raises(AttentionUnavailable, match=r"at most 256 numbers, and the model's have 272; attention=torch"):
         make_attention("triton", torch.zeros(2, 2, 3, 2, 16, 272), layout, CASE.group, CASE.limits)

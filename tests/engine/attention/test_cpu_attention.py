@@ -1,4 +1,4 @@
-"""The C++ kernel against attention written out, and what it refuses."""
+"""The C++ kernel, compared with attention written out, and its errors."""
 
 import logging
 from pathlib import Path
@@ -22,10 +22,10 @@ LIMITS = StepLimits(requests=2, tokens=8, context=64)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 STEPS = [  # query lengths, contexts
     ([1], [1]),
-    ([1, 1, 1], [3, 16, 600]),  # of which the last is cut into spans
+    ([1, 1, 1], [3, 16, 600]),  # the last is cut into spans
     ([7], [7]),
     ([150], [150]),  # more than a tile and a block of keys
-    ([33], [300]),  # with much of it cached
+    ([33], [300]),  # mostly cached
     ([1, 1, 20, 5], [4, 33, 20, 70]),
 ]
 
@@ -42,7 +42,7 @@ def layout(heads: int, page_size: int, dim: int, dtype: torch.dtype) -> KvLayout
 
 
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """[T, heads, D] of T last queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
+    """Return [T, heads, D] of the last T queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
     group = query.shape[0] // keys.shape[0]
     keys, values = (x.float().repeat_interleave(group, dim=0) for x in (keys, values))
     scores = query.float() @ keys.transpose(1, 2) * scoring.scaling
@@ -133,7 +133,7 @@ def test_every_page_size_grouping_and_head_size(
 @pytest.mark.parametrize("context", [1, 2, 15, 17, 33, 290, 291])
 @pytest.mark.parametrize("window", [0, 14, 21])
 def test_what_others_left_in_a_page_is_not_seen(dtype: torch.dtype, context: int, window: int) -> None:
-    """Rows behind the context, and before a decode's window: not even NaN may come through."""
+    """Rows behind the context, and before a decode's window, have no effect, not even NaN."""
     torch.manual_seed(0)
     for length in {1, context}:
         case = Case((2, 3, 16, 32), dtype, [length], [context])
@@ -189,7 +189,7 @@ def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threa
 def test_a_token_gets_the_same_bits_as_a_decode_and_in_any_chunk_of_a_prompt(
     dtype: torch.dtype, shape: tuple[int, int, int, int], scoring: Scoring, with_sinks: bool
 ) -> None:
-    """A decode and a prompt took sums in other orders: a stream that another worker went on with got other text."""
+    """Decodes and prompts added in different orders: a stream that moved to another worker got other text."""
     torch.manual_seed(0)
     length = 600
     case = Case(shape, dtype, [length], [length])
@@ -265,7 +265,7 @@ GOOD: dict[str, Any] = {
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_plan_that_is_wrong_is_refused_and_nothing_is_written(change: dict[str, Any], message: str) -> None:
-    """The kernel trusted it: a layer that the pool does not have was written into the next page, or beyond the heap."""
+    """The kernel did not check it: a missing layer was written into the next page, or beyond the heap."""
     for what, refused in ((GOOD, False), (GOOD | change, True)):
         pool = torch.zeros(3, 1, 2, 2, what["page"], 16)
         query, key = torch.ones(1, 2, what["tokens"], 16), torch.ones(1, 1, what["tokens"], 16)

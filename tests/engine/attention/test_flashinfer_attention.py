@@ -1,4 +1,4 @@
-"""Our use of flashinfer against a stand-in that has its wrappers' arguments, and computes what they promise."""
+"""Our use of flashinfer, with a stand-in for its wrappers."""
 
 import importlib
 import sys
@@ -19,7 +19,7 @@ CASE = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70), dtype="bfloat16", head_dim=
 
 
 class Wrapper:
-    """What both wrappers have: a plan, then runs over it."""
+    """The common part of both wrappers: a plan, then runs over it."""
 
     plans = 0
     query_starts: torch.Tensor

@@ -1,4 +1,4 @@
-"""The backend against attention written out, with pages in any order and other layers untouched."""
+"""The backend, compared with attention written out, with pages in any order."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def layout(dtype: str, page_size: int = PAGE) -> KvLayout:
 
 
 def expected(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """[T, heads, D] of T last queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
+    """Return [T, heads, D] of the last T queries [heads, T, D] over keys and values [kv_heads, S, D], in fp32."""
     keys, values = (x.float().repeat_interleave(len(query) // KV_HEADS, dim=0) for x in (keys, values))
     scores = query.float() @ keys.transpose(1, 2) * scoring.scaling
     if scoring.softcap:
@@ -85,8 +85,8 @@ def test_windows_hold_for_every_page_size_and_kind_of_heads(page_size: int, grou
         check([1, 1, 30], [10, 200, 300], Scoring(0.3, window, 1.0), page_size=page_size, group=group)
 
 
-def test_layers_of_one_step_may_see_differently_far() -> None:
-    """The second window of a step must not find what was made for the first, nor the third what was for the second."""
+def test_layers_of_one_step_may_have_different_windows() -> None:
+    """A window of a step must not use the tables of an earlier one."""
     pool, attention, tables = made([1, 6], [50, 90], page_size=PAGE, group=1, dtype="float32")
     step = attention.plan(StepShape([1, 6], [50, 90], tables))
     query, key, value = torch.randn(3, 1, KV_HEADS, 7, DIM)
@@ -100,7 +100,7 @@ def test_layers_of_one_step_may_see_differently_far() -> None:
 def test_pages_behind_the_window_are_not_read() -> None:
     pool, attention, (table,) = made([1], [100], page_size=PAGE, group=1, dtype="float32")
     step = attention.plan(StepShape([1], [100], [table]))
-    pool[table[:5]] = torch.nan  # the last query stands at 99 and sees from 80 on, which page 5 begins with
+    pool[table[:5]] = torch.nan  # the last query, at 99, sees from 80 on, where page 5 begins
     query, key, value = torch.randn(3, 1, KV_HEADS, 1, DIM)
     assert step.attend(0, query, key, value, Scoring(0.3, 20)).isfinite().all()
     assert step.attend(0, query, key, value, Scoring(0.3, 21)).isnan().all()
@@ -128,7 +128,7 @@ def check(
     page_size: int = PAGE,
     group: int = 3,
 ) -> None:
-    """One layer of one step against attention written out; other layers and slots stay as they were."""
+    """Compare a layer of a step with attention written out; other layers and slots must not change."""
     pool, attention, tables = made(query_lens, context_lens, page_size=page_size, group=group, dtype=dtype)
     before, torch_dtype = pool.clone(), pool.dtype
     total = sum(query_lens)
@@ -160,7 +160,7 @@ def test_decodes_of_like_length_attend_together_and_others_apart() -> None:
 @pytest.mark.parametrize("left", [1e6, torch.nan, torch.inf])
 @pytest.mark.parametrize("scoring", [Scoring(1.0), Scoring(1.0, softcap=5.0)])
 def test_what_another_request_left_behind_the_end_of_a_page_has_no_weight(left: float, scoring: Scoring) -> None:
-    """After one request with NaN in its KV, all that got its pages failed."""
+    """After a request with NaN in its KV, all later owners of its pages failed."""
     pool = torch.zeros(2, KV_HEADS, LAYERS, 2, PAGE, DIM)
     pool[:, :, :, :, 1:] = left
     attention = PlainAttention(pool, layout("float32"), 3)

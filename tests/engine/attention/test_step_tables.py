@@ -1,4 +1,4 @@
-"""What kernels find on the device, what of it is made anew, and how work is cut."""
+"""The tables of a step on the device: their contents, their reuse, and the division of work."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def filled(shape: StepShape, requests: int = 6, blocks: Blocks = BLOCKS) -> tupl
 
 
 def decode_work(tables: StepTables) -> list[tuple[int, int]]:
-    """(row, span) as a kernel finds them."""
+    """Return (row, span), like a kernel."""
     count, offset = tables.header[:2].tolist()
     rows, spans = tables.pages[offset:][: 2 * count].view(2, -1).tolist()
     return list(zip(rows, spans, strict=True))
@@ -135,7 +135,7 @@ def test_a_table_that_changed_in_place_is_converted_again_and_another_is_not() -
     rows = PageRows(PAGE)
     tables = [[1, 2], [3, 4]]
     first = rows.take(StepShape([1, 1], [20, 20], tables))
-    tables[1][0] = 7  # another request's prefix took its place
+    tables[1][0] = 7  # another request's page
     second = rows.take(StepShape([1, 1], [21, 21], tables))
     assert [row.tolist() for row in second] == [[1, 2], [7, 4]]
     assert second[0] is first[0]

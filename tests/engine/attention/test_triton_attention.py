@@ -1,4 +1,4 @@
-"""The kernels under Triton's interpreter, against attention written out. No GPU has a part in this."""
+"""The kernels under Triton's interpreter, without a GPU, compared with attention written out."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,7 +98,7 @@ def test_chunks_longer_than_a_block_of_queries() -> None:
 def test_a_request_gets_the_same_bits_alone_and_in_any_batch(
     changes: dict[str, Any], make: Callable[..., TritonAttention]
 ) -> None:
-    """How a decode was cut followed from the size of its batch, and a short chunk's blocks from the longest one's."""
+    """A decode's spans depended on the batch size, and a short chunk's blocks on the longest chunk."""
     case = replace(LONG, **changes)
     together = Outcome(case, make)
     before, first = together.before, 0
@@ -126,7 +126,7 @@ def test_partial_results_of_prompts_take_no_more_memory_than_one_launch_may(monk
 
 
 def test_a_step_with_more_spans_than_graphs_have_memory_for_is_not_replayed() -> None:
-    """Contexts that share pages are longer together than the pool."""
+    """Contexts that share pages may together be longer than the pool."""
     outcome = Outcome(replace(DECODES, context_lens=(160, 170, 180)), SPLITTING)
     assert isinstance(outcome.backend, TritonAttention)
     pool, layout = outcome.pool[:3], DECODES.layout  # 48 tokens: one span, and four times that for the rows' contexts
@@ -138,7 +138,7 @@ def test_a_step_with_more_spans_than_graphs_have_memory_for_is_not_replayed() ->
 
 
 def test_rows_without_a_request_write_nothing_and_come_out_as_zeros() -> None:
-    """A graph for 8 decodes runs 3; what another step left in the rows behind them must not be attended to."""
+    """A graph for 8 decodes runs 3: the other rows hold data of earlier steps."""
     limits = StepLimits(8, 8, 200)
     make = partial(TritonAttention, span=32)
     outcome = Outcome(DECODES, lambda pool, layout, group, _limits: make(pool, layout, group, limits))

@@ -1,4 +1,4 @@
-"""The interpreter takes what a compiler refuses: types that change in a loop, blocks that do not fit. This does not."""
+"""Compiles the kernels: the interpreter accepts changing types in loops and blocks that do not fit."""
 
 import os
 import subprocess

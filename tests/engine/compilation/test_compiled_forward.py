@@ -1,4 +1,4 @@
-"""The compiled forward against the eager one, and what happens where there is none."""
+"""The compiled forward, compared with the eager one, and cases without one."""
 
 import errno
 import logging
@@ -36,7 +36,7 @@ from tests.engine.tiny_engine import VOCAB, greedy, make_engine, prompt, read_pa
 def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own_pages(
     tiny: LoadedModel, tiny_dir: Path, compile_home: Path
 ) -> None:
-    """Alone, a decode step has one token and is padded to two: the second must leave no trace."""
+    """A decode step of one token is padded to two: the second must have no effect."""
     config = small(compile="wait")
     forward = choose_forward(str(tiny_dir), tiny, config, compile_home, silent)
     compiled = assemble(tiny, config, forward)
@@ -85,7 +85,7 @@ def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(
 
 
 def _check_that_others_run_meanwhile(package: PackagedForward, loaded: LoadedModel) -> None:
-    """With Python's lock held, a worker neither answered nor moved KV during a step."""
+    """A worker that held Python's lock neither answered nor transferred KV during a step."""
     step = step_of(scratch_attention(loaded.layout, 40), loaded.layout, 40, 40)
     inputs = [torch.arange(40), torch.arange(40), torch.arange(40), step.pool, step.plan]
     ticks, done = 0, threading.Event()
@@ -96,7 +96,7 @@ def _check_that_others_run_meanwhile(package: PackagedForward, loaded: LoadedMod
             ticks += 1
 
     before = sys.getswitchinterval()
-    sys.setswitchinterval(60)  # who does not let go of the lock keeps it
+    sys.setswitchinterval(60)  # a thread keeps the lock until it releases it
     ticking = threading.Thread(target=tick)
     try:
         ticking.start()
@@ -111,7 +111,7 @@ def _check_that_others_run_meanwhile(package: PackagedForward, loaded: LoadedMod
 
 
 class Seen:
-    """Attention that notes what it is given and gives ones."""
+    """Attention that records its inputs and returns ones."""
 
     def __init__(self) -> None:
         self.shapes: list[list[int]] = []
@@ -158,10 +158,10 @@ def test_without_a_compiler_the_model_runs_eagerly_and_says_so(
     assert ["no-such-compiler" in vars(record)["reason"] for record in caplog.records] == [True]
 
 
-def test_a_model_that_cannot_be_compiled_runs_eagerly_and_says_why(
+def test_a_model_that_cannot_be_compiled_runs_eagerly_and_logs_why(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The compiling process does not find the model, and fails as it would for any other reason."""
+    """The compiling process does not find the model."""
     monkeypatch.setenv("CXX", sys.executable)  # the compiler is not reached
     config = small(compile="wait", compile_timeout_s=100)
     with caplog.at_level(logging.INFO):
@@ -197,7 +197,7 @@ def test_a_package_is_tried_before_it_is_used(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One made for other code failed every step of every request."""
+    """A package of other code failed every step."""
     if kernel is not None:
         pytest.skip(kernel)
     config = small(compile="wait")
@@ -216,7 +216,7 @@ def test_a_package_is_tried_before_it_is_used(
 def test_a_sound_package_outlives_a_trial_that_fails_for_another_reason(
     tiny: LoadedModel, tmp_path: Path, kernel: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk kept the class from being compiled that runs packages: each start then deleted one and made another."""
+    """With a full disk the class that runs packages was not compiled, and each start replaced the package."""
     if kernel is not None:
         pytest.skip(kernel)
 
@@ -234,7 +234,7 @@ def test_a_sound_package_outlives_a_trial_that_fails_for_another_reason(
 def test_a_package_that_is_removed_while_it_is_marked_as_used_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of its name took its place, and no start could load that or remove it."""
+    """A file replaced it, which no start could load or remove."""
     package = tmp_path / "one.package"
     made: list[Path] = []
 
@@ -256,7 +256,7 @@ def test_a_package_that_is_removed_while_it_is_marked_as_used_is_made_again(
 def test_a_package_in_a_directory_that_cannot_be_written_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its lock was opened first, which fails on a read-only mount and in a directory of another user."""
+    """Opening its lock fails on a read-only mount, and in a directory of another user."""
     package = tmp_path / "one.package"
     package.mkdir()
 
@@ -289,7 +289,7 @@ def test_only_the_packages_used_last_are_kept(tmp_path: Path) -> None:
 
 
 def test_what_killed_compilations_have_left_goes_after_a_day(tmp_path: Path) -> None:
-    """A package of another model or release never looked for it."""
+    """Packages of other models or releases never removed it."""
     for age_s in (0, 3600, 2 * 24 * 3600):
         left = tmp_path / f"{age_s}.unfinished"
         left.mkdir()

@@ -35,13 +35,13 @@ REQUESTS = [EngineRequest(str(i), prompt(4 + 13 * i, start=i), greedy(3 + i)) fo
 
 @pytest.fixture
 def fresh(tiny_dir: Path) -> LoadedModel:
-    """A model of this test's own: its linear layers will be shared."""
+    """A model for one test, which changes its linear layers."""
     return load_tiny(tiny_dir)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Steps on a busy machine take fewer threads, for which torch compiles again."""
+    """torch compiles again for another number of threads, as on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -82,7 +82,7 @@ def test_graphs_that_are_missing_when_time_is_up_are_reported(
 def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
     tiny: LoadedModel, fresh: LoadedModel, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All from one compilation: another would stop the engine for a minute, in the midst of serving.
+    """From one compilation: another one would stop a serving engine for a minute.
 
     Contexts have up to two spans.
     """
@@ -185,7 +185,7 @@ def test_the_compiler_for_devices_is_inductor_with_siblings_merged(monkeypatch: 
 def test_graphs_that_cannot_be_recorded_are_done_without(
     tiny: LoadedModel, fresh: LoadedModel, failing: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A capture failed in the midst of serving: it took the worker with it, or was tried again at each step."""
+    """A failed capture during serving ended the worker, or was repeated at each step."""
     tried: list[int] = []
 
     def record(work: Callable[[], None]) -> Callable[[], None]:
@@ -210,7 +210,7 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
 def of_two_ranks(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, other: Callable[[int], int]
 ) -> tuple[DeviceForward, AttentionBackend, CountingRecorder]:
-    """A forward of one of two ranks. `other` returns what the other one reports of its n-th graph."""
+    """Make a forward of one of two ranks. `other`: the other rank's report of its n-th graph."""
     counts = count()
     monkeypatch.setattr(device, "of_all_ranks", lambda own, _device: [own, [other(next(counts))]])
     pool, record = make_pool(loaded, small(max_running=24, attention="triton")), CountingRecorder()
@@ -219,7 +219,7 @@ def of_two_ranks(
 
 
 def test_ranks_record_all_graphs_however_long_it_takes(fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stopped by its own clock, so one rank replayed a graph that the other did not have."""
+    """Each rank stopped by its own clock, so one replayed a graph that the other did not have."""
     forward, attention, _ = of_two_ranks(fresh, monkeypatch, lambda _number: 1)
     monkeypatch.setattr(device, "RECORD_S", -1.0)
     with idle_kernels():
@@ -246,7 +246,7 @@ def test_a_graph_that_one_rank_cannot_record_no_rank_has(
 def test_what_is_compiled_too_late_is_adopted_without_graphs(
     fresh: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They would be captured between two steps that serve."""
+    """They would be captured while it serves."""
     go_on = threading.Event()
 
     def compiler(module: torch.nn.Module) -> Compute:
@@ -295,7 +295,7 @@ def test_prompt_kernels_with_one_span_and_with_several_are_compiled_before_servi
 def test_on_a_device_a_start_waits_for_the_compiler(
     fresh: LoadedModel, compile_setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With auto it compiled while it served, for minutes, and then captured graphs between steps."""
+    """With auto it compiled for minutes while it served, then captured graphs."""
     waited: list[float] = []
     monkeypatch.setattr(device, "why_eager", lambda _config: None)
     monkeypatch.setattr(DeviceForward, "start", lambda _self, timeout_s, _progress: waited.append(timeout_s))

@@ -1,4 +1,4 @@
-"""Which graph a decode step runs in, and what it finds there. The recorder is a fake: replaying is doing it again."""
+"""The graphs of decode steps. The recorder is a fake, whose replay computes again."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ CASE = AttentionCase((1,), (1,))
 
 
 class FakeRecorder:
-    """Notes the sizes that it records and replays, by what is computed then."""
+    """Keeps the sizes of recorded and replayed graphs."""
 
     def __init__(self) -> None:
         self.recorded: list[int] = []
@@ -49,7 +49,7 @@ class FakeRecorder:
 
 
 class FakeAttention:
-    """A backend whose one table is each row's context; attention gives it back."""
+    """A backend whose table is each row's context, which attention returns."""
 
     def __init__(self, requests: int) -> None:
         self.limits = StepLimits(requests, 4 * requests, 100)
@@ -86,7 +86,7 @@ def compute(token_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
 
 @pytest.fixture
 def recorder() -> Iterator[FakeRecorder]:
-    with torch.inference_mode():  # as a runner's steps are
+    with torch.inference_mode():  # like a runner's steps
         yield FakeRecorder()
 
 
@@ -119,7 +119,7 @@ def test_a_graph_is_recorded_once_and_reads_what_each_step_put_before_it(recorde
 
 
 def test_recording_beforehand_takes_the_largest_first_and_stops_when_time_is_up(recorder: FakeRecorder) -> None:
-    """The largest is recorded whatever the time: any step fits into it."""
+    """The largest is always recorded: any step fits into it."""
     attention = FakeAttention(24)
     told: list[tuple[int, int]] = []
     graphs = DecodeGraphs(recorder.compute, attention, recorder)
@@ -140,7 +140,7 @@ def test_sizes_that_were_not_recorded_in_time_run_in_a_larger_one(recorder: Fake
 
 
 def test_all_graphs_write_their_logits_into_one_buffer(recorder: FakeRecorder) -> None:
-    """Each kept its own: 5 GB of 64 graphs of up to 512 rows of a vocabulary of 152,000."""
+    """Each had its own: 5 GB for 64 graphs of up to 512 rows and a vocabulary of 152,000."""
     attention = FakeAttention(24)
     graphs = recorded(recorder, attention)
     places = set()
@@ -151,7 +151,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(recorder: FakeRecorder) -
 
 
 class PlayedCuda:
-    """As much of torch.cuda as records a graph, and a capture whose end fails, as one does that was broken in between."""
+    """The parts of torch.cuda that record a graph; the end of the capture fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.usual = SimpleNamespace(device_index=1)
@@ -181,7 +181,7 @@ class PlayedCuda:
 
 
 def test_a_capture_that_fails_says_why_and_leaves_the_usual_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch leaves the capture's stream current, and its memory pool in use, when the end of a capture fails."""
+    """If the end of a capture fails, torch leaves its stream current and its memory pool in use."""
     cuda = PlayedCuda(monkeypatch)
     record = CudaRecorder()
 

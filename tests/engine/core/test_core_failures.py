@@ -1,4 +1,4 @@
-"""A step that fails takes its own requests with it, and nothing else."""
+"""A failed step fails only its own requests."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Which failed steps mean that the engine is dead."""
+"""Failed steps that mean that the engine is dead."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ def with_poison(chunks: Sequence[Chunk]) -> bool:
 
 
 def breaking(core: EngineCore, breaks: Breaks) -> EngineCore:
-    """Let steps fail at their launch."""
+    """Make steps fail at their launch."""
     launch = core._runner.launch
 
     def launched(chunks: Sequence[Chunk]) -> Launched:
@@ -42,14 +42,14 @@ def breaking(core: EngineCore, breaks: Breaks) -> EngineCore:
 
 
 def ask(core: Engine, name: str, tokens: list[int], failed: list[str]) -> None:
-    """Submit a request and step until nothing is left to do."""
+    """Submit a request, and step until the engine is idle."""
     core.submit(EngineRequest(name, tokens, greedy(2)))
     while core.has_work():
         failed += [one.request_id for one in core.step().failed]
 
 
 def test_an_engine_whose_steps_all_fail_is_dead_after_a_few(tmp_path: Path) -> None:
-    """It lived on, and failed every request that came: with nothing to do it looked like the best choice."""
+    """It failed every request, and as the least loaded instance it got most of them."""
     failed: list[str] = []
     core = breaking(make_mock(tmp_path), every_step)
     for number in range(MAX_FAILED_STEPS - 1):

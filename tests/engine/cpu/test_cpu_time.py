@@ -1,4 +1,4 @@
-"""CPU time and quotas as Linux reports them. The test writes Linux's files, except those of its own threads."""
+"""CPU time and quotas from files of Linux, which the test writes, except those of its threads."""
 
 import math
 import os
@@ -94,7 +94,7 @@ def test_usable_are_the_cores_of_the_affinity_or_the_whole_ones_of_the_quota(
 def test_waits_are_those_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for thread, waited_ns in {1: 500_000_000, 2: 1_500_000_000, 3: 250_000_000}.items():
         group(tmp_path / str(thread), schedstat=f"7 {waited_ns} 3\n")
-    (tmp_path / "4").mkdir()  # it ended between the two looks
+    (tmp_path / "4").mkdir()  # it ended between two reads
     monkeypatch.setattr(cpu_time, "TASKS", str(tmp_path))
     assert run_delay_s() == 2.25
     monkeypatch.setattr(cpu_time, "TASKS", str(tmp_path / "nothing"))

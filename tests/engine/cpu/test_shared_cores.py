@@ -37,7 +37,7 @@ time.sleep(60)
 
 @contextmanager
 def another(path: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another worker that has begun a step and is still at it."""
+    """Run another worker that stays in a step."""
     command = [sys.executable, "-c", WORKING, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
@@ -60,8 +60,8 @@ def test_one_that_is_alone_has_all_cores_and_one_of_two_its_half(tmp_path: Path)
     one.close()
 
 
-def test_where_workers_were_added_everybody_has_less_and_nobody_too_many(tmp_path: Path) -> None:
-    """Each worker kept the share that it started with, so later workers waited, or computed on cores of others."""
+def test_where_workers_were_added_all_have_fewer_threads(tmp_path: Path) -> None:
+    """Each worker kept its first share, so later workers waited, or computed on cores of others."""
     crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(4)]
     for each in crowd:
         threads(each, prompts=True)
@@ -125,7 +125,7 @@ def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path) -> Non
     allowed, used = (cell for cell in prefill.cells() or ())
     assert prefill.ask(prompts=True) == 3
     assert decode.ask(prompts=False) == 0
-    assert allowed[0] == 1  # of three each has one, and a prompt what is left
+    assert allowed[0] == 1  # each of three has one, and a prompt the rest
     used[0] = 1
     assert decode.ask(prompts=False) == 1
     decode.rest()
@@ -143,13 +143,13 @@ def test_no_worker_gets_more_cores_than_its_neighbours_outside_leave_it(tmp_path
     assert decode.ask(prompts=False, most=3) == 3
     assert prefill.ask(prompts=True, most=6) == 5
     decode.rest()
-    assert (allowed[0], used[0]) == (6, 5)  # two cores are free still, and of no use to it
+    assert (allowed[0], used[0]) == (6, 5)  # two more cores are free, but of no use
     prefill.done()
     assert prefill.ask(prompts=True, most=1) == 1
 
 
 def adapting(path: Path, cores: int = 8, least: int = 4) -> SharedCores:
-    """One whose steps follow what the file says."""
+    """Make shares whose steps follow the file."""
     worker = SharedCores(path, cores, least)
     worker.adapt()
     return worker
@@ -213,7 +213,7 @@ def test_a_worker_that_is_killed_leaves_prompts_nothing_to_follow(tmp_path: Path
 
 
 def test_a_step_under_way_follows_between_two_layers(tmp_path: Path, tiny: LoadedModel) -> None:
-    """Through the kernel, and with the tokens that it gives undisturbed."""
+    """Through the kernel, with the same tokens as undisturbed."""
     other = SharedCores(tmp_path / "cores", 3, 1)
     threads(other, prompts=True)
     other.rest()
@@ -311,7 +311,7 @@ def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
 
 
 def follow(*workers: SharedCores) -> None:
-    """What the kernel does between two layers."""
+    """Follow the file, like the kernel between two layers."""
     for worker in workers:
         allowed, used = worker.cells() or (None, None)
         assert allowed is not None
@@ -320,14 +320,14 @@ def follow(*workers: SharedCores) -> None:
 
 
 def threads(worker: SharedCores, *, prompts: bool) -> int:
-    """Those of one step that is over at once."""
+    """Return the threads of a short step."""
     with step(worker, prompts=prompts) as number:
         return number
 
 
 @contextmanager
 def step(worker: SharedCores, *, prompts: bool) -> Iterator[int]:
-    """For the time of a step: its threads, which may have to be waited for."""
+    """Yield the threads of a step, after waiting for them."""
     while not (number := worker.ask(prompts=prompts)):
         time.sleep(LOOK_S)
     try:

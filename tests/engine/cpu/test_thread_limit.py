@@ -1,4 +1,4 @@
-"""How many threads a step may have, on a simulated machine."""
+"""The number of threads of a step, on a simulated machine."""
 
 import logging
 
@@ -8,10 +8,10 @@ from engine.cpu.thread_limit import LAST_RETRY_S, ThreadLimit
 
 
 class Machine:
-    """Cores, some of which neighbours keep busy. The threads of a step wait for those that they lack."""
+    """Cores, some busy with neighbours. Threads without a core wait."""
 
     def __init__(self, cores: int, *, reports: bool = True) -> None:
-        """`reports`: how many cores are unused, as /proc/stat does on most systems."""
+        """`reports`: the number of unused cores, like /proc/stat on most systems."""
         self.now = 50.0
         self.waited_s = self.unused_s = 0.0
         self.free = cores
@@ -23,7 +23,7 @@ class Machine:
         )
 
     def step(self, step_s: float = 0.02, threads: int | None = None) -> int:
-        """One step, by default with as many threads as it may have. Returns their number."""
+        """Run a step, by default with the most threads. Return their number."""
         used = self.limit.threads if threads is None else threads
         self.limit.begin(used)
         self.limit.begin(used)  # the loop asks, and the runner asks again
@@ -37,7 +37,7 @@ class Machine:
         self.unused_s += self.free * seconds
 
     def steps(self, seconds: float, step_s: float = 0.02) -> list[int]:
-        """The numbers of threads of the steps of so long."""
+        """Run steps for `seconds`; return their numbers of threads."""
         return [self.step(step_s) for _ in range(round(seconds / step_s))]
 
 
@@ -46,14 +46,14 @@ def test_steps_on_a_quiet_machine_keep_all_threads() -> None:
 
 
 def test_a_busy_neighbour_takes_one_thread_of_two_within_a_tenth_of_a_second() -> None:
-    """Steps kept both threads, one of which always waited for the other that had no core: 91 tokens/s became 1.4."""
+    """Steps kept both threads, one of which waited for the other: 91 tokens/s became 1.4."""
     machine = Machine(2)
     machine.free = 1
     assert machine.steps(0.12)[-1] == 1
 
 
 def test_no_step_tries_one_thread_more_while_the_neighbour_stays() -> None:
-    """A try every 4 s, of some steps of 80 ms each, was the 99th percentile of the time between two tokens."""
+    """A try every 4 s, of some steps of 80 ms, determined the 99th percentile of ITL."""
     machine = Machine(2)
     machine.free = 1
     machine.steps(1)
@@ -86,7 +86,7 @@ def test_many_threads_come_back_soon_after_the_neighbours_have_gone() -> None:
 
 
 def test_a_thread_comes_back_within_few_long_steps_when_the_neighbour_has_gone() -> None:
-    """A prompt is one step: ten of them had one thread after the neighbour had gone."""
+    """A prompt is one step: ten prompts had only one thread after the neighbour had left."""
     machine = Machine(2)
     machine.free = 1
     machine.steps(30, step_s=1.0)
@@ -95,7 +95,7 @@ def test_a_thread_comes_back_within_few_long_steps_when_the_neighbour_has_gone()
 
 
 def test_a_core_that_is_idle_between_steps_is_not_room_for_a_thread() -> None:
-    """Half of a worker's time is spent without steps: the core that it uses is then idle, but is no second one."""
+    """A worker without steps leaves its own core idle, which is no second one."""
     machine = Machine(2)
     machine.free = 1
     used = [machine.step()]
@@ -106,7 +106,7 @@ def test_a_core_that_is_idle_between_steps_is_not_room_for_a_thread() -> None:
 
 
 def test_threads_that_low_priority_neighbours_yield_to_come_back() -> None:
-    """Neighbours of a low priority leave no core idle, so there never was evidence of room."""
+    """Neighbours of low priority leave no core idle, so no room was seen."""
     machine = Machine(2)
     machine.free = 1
     machine.steps(1)
@@ -139,14 +139,14 @@ def test_many_neighbours_take_many_threads_in_a_few_steps_and_leave_one() -> Non
 
 
 def test_long_steps_try_one_thread_more_seldom() -> None:
-    """A step of a large model takes seconds: each second step would have had a thread too many."""
+    """Steps of a large model take seconds: every second step would try one thread more."""
     machine = Machine(2)
     machine.free = 1
     assert machine.steps(200, step_s=2.0).count(2) < 12
 
 
 def test_a_step_with_one_thread_tells_nothing_about_two() -> None:
-    """Another worker has the other core: a wait for this one is no reason to have fewer threads later."""
+    """A wait while another worker has the other core is no reason for fewer threads later."""
     machine = Machine(2)
     machine.free = 0
     for _ in range(20):
@@ -157,7 +157,7 @@ def test_a_step_with_one_thread_tells_nothing_about_two() -> None:
 def test_a_try_that_fails_late_because_another_worker_had_the_core_is_still_a_try(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Steps with fewer threads than the limit counted as its proof: each later fall was then logged as the first one."""
+    """Steps with fewer threads than the limit confirmed it, so each later fall was logged as the first one."""
     machine = Machine(2)
     machine.limit.threads = 1
     while machine.limit.threads == 1:
@@ -172,7 +172,7 @@ def test_a_try_that_fails_late_because_another_worker_had_the_core_is_still_a_tr
 
 
 def test_waits_below_the_bound_take_no_thread() -> None:
-    """The mesh's own frontend needs some of a core."""
+    """The mesh's frontend needs part of a core."""
     machine = Machine(2)
     for _ in range(100):
         machine.waited_s += 0.3 * 0.02

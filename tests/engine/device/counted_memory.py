@@ -1,4 +1,4 @@
-"""A device on the CPU: torch's own operations allocate, and what they allocate is counted until it is freed."""
+"""A device on the CPU that counts the memory allocated by torch."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from engine.model.progress import Progress, silent
 
 
 class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch ships it
-    """Counts within `with`. Other processes hold `others` bytes."""
+    """Counts within `with`. `others`: bytes of other processes."""
 
     def __init__(self, total: int, loaded: LoadedModel, others: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as t
 
 
 class Graphs:
-    """Recorders whose graphs hold memory, as real ones do: the first of a recorder for its work, each for itself."""
+    """Recorders whose graphs hold memory: the first one for its work, each for itself."""
 
     def __init__(self, first: int, each: int) -> None:
         self._first = first
@@ -89,7 +89,7 @@ class Graphs:
         return record
 
     def forward(self, loaded: LoadedModel, _config: EngineConfig, attention: Any, _progress: Progress) -> Forward:
-        """Takes the place of `engine.parts.make_forward`, with a compiler that changes nothing."""
+        """Replaces `engine.parts.make_forward`, with a compiler that changes nothing."""
         forward = DeviceForward(loaded, attention, self.recorder, lambda module: module)
         forward.start(60.0, silent)
         return forward

@@ -1,4 +1,4 @@
-"""Shares of a device's memory, by numbers; and how torch is asked for them."""
+"""Shares of a device's memory, and how torch gets them."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ def test_what_the_share_cannot_hold_is_not_blamed_on_other_processes() -> None:
 
 
 def test_two_workers_of_a_card_have_a_share_each() -> None:
-    """Whatever the other one holds, up to its share, changes nothing."""
+    """The use of the other one, up to its share, has no effect."""
     assert MemoryUse(80 * GB, 70 * GB, 8 * GB, 0, 0, 0).left(0.45) == 28 * GB
     assert MemoryUse(80 * GB, 34 * GB, 8 * GB, 0, 0, 0).left(0.45) == 28 * GB
 

@@ -1,4 +1,4 @@
-"""Each thread of a step is bound to a core, while there are as many of both."""
+"""Each thread of a step is bound to a core, if there are enough cores."""
 
 import os
 import threading
@@ -14,7 +14,7 @@ from tests.engine.tiny_engine import greedy, make_engine, prompt
 
 @pytest.mark.skipif(len(own_cores()) < 2, reason="it takes two cores to keep threads apart")
 def test_the_computing_thread_has_a_core_of_its_own_until_a_step_has_fewer_threads(tiny: LoadedModel) -> None:
-    """Two threads took turns on one core, at each barrier, while the other core was idle."""
+    """Two threads shared one core, while the other one was idle."""
     cores = own_cores()
     seen: list[set[int]] = []
 

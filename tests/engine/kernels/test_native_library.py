@@ -30,7 +30,7 @@ def loaded(source: Path) -> int:
 
 @pytest.mark.parametrize("left", [0, 100])
 def test_a_damaged_library_is_compiled_again(source: Path, left: int) -> None:
-    """After a power cut it was short, and no start replaced it."""
+    """After a power failure it was short, and no start replaced it."""
     library = source.parent / "compile" / f"tiny-{'0' * 16}.so"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_library, "fingerprint", lambda _facts: "0" * 16)
@@ -41,7 +41,7 @@ def test_a_damaged_library_is_compiled_again(source: Path, left: int) -> None:
 
 
 def test_a_library_in_a_directory_that_cannot_be_written_is_used(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lock was opened first, which fails on a read-only mount and in a directory of another user."""
+    """Opening its lock fails on a read-only mount, and in a directory of another user."""
     assert loaded(source) == 42
 
     def read_only(_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_library_in_a_directory_that_cannot_be_written_is_used(source: Path, m
 
 
 def test_the_linker_s_error_is_reported_and_not_its_count() -> None:
-    """A full disk looked like a wrong compiler."""
+    """A full disk was reported as a wrong compiler."""
     full = ["/usr/bin/ld: final link failed: No space left on device", "collect2: error: ld returned 1 exit status"]
     assert native_library._first_error(full) == full[0]
     wrong = ["In file included from a.h:", "a.cpp:1:1: error: expected", "a.cpp:2:1: error: more"]

@@ -1,4 +1,4 @@
-"""Linear layers over packed weights against torch's own."""
+"""Linear layers over packed weights, compared with torch's."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_an_error() -> None:
 
 
 class Block(torch.nn.Module):
-    """As a decoder has them: siblings, a lone layer, one of an odd size, one of another dtype."""
+    """Layers like a decoder's: siblings, a lone one, one of odd size, one of another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Model(torch.nn.Module):
 
 @torch.no_grad()
 def test_logits_are_not_rounded() -> None:
-    """In bfloat16 the two best are often equal, and the first of them won."""
+    """In bfloat16 the two best are often equal, and the first one won."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(7, 64).bfloat16()
     exact = torch.nn.functional.linear(x.double(), model.lm_head.weight.double())
@@ -150,7 +150,7 @@ def test_other_mlps_keep_their_form(changes: dict[str, object]) -> None:
 
 
 def test_a_model_in_bfloat16_gives_the_same_ids_alone_and_among_others(tmp_path: Path) -> None:
-    """Which plain products in bfloat16 do not promise: how they add depends on the number of rows."""
+    """The order of additions in plain bfloat16 products depends on the number of rows."""
     directory = save_tiny(tmp_path / "wide", intermediate_size=128)
     loaded = load_model(str(directory), small(dtype="bfloat16"), tmp_path, silent)
     assert pack_linears(loaded.module) > 0

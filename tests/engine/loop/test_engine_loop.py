@@ -97,7 +97,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(thread: bool, tiny: LoadedModel
 
 
 def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: bool, tiny: LoadedModel) -> None:
-    """Waiting requests and a step counter that does not move: a monitor takes that for a hung engine."""
+    """Waiting requests with a step counter that stands still count as a hung engine."""
 
     async def main() -> None:
         async with running(tiny, thread=thread, num_pages=4) as loop:
@@ -135,7 +135,7 @@ def test_what_deliver_returns_is_not_overtaken_by_the_next_step(thread: bool, ti
             await loop.between_steps(lambda engine: engine.submit(request))
             await reserved.wait()
             delivered = loop.between_steps(lambda engine: engine.deliver("r", 7))
-            time.sleep(0.1)  # the engine takes its steps while nobody listens
+            time.sleep(0.1)  # the engine steps meanwhile
             told.append(f"first token {(await delivered)[0].token_ids}")
             await until(lambda: len(told) >= 4)
             assert told == ["first token [7]", "r", "r", "r"]
@@ -180,7 +180,7 @@ def test_pages_and_answers_are_had_while_a_device_computes(
 def test_an_engine_that_ends_in_its_last_step_does_not_sleep_on(
     thread: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the device computed, the engine's thread took the wake-up for a call, and did not wake up again after the step."""
+    """While the device computed, the engine's thread mistook the wake-up for a call, and slept after the step."""
     device = HeldDevice(monkeypatch)
     lose: list[Callable[[Exception], None]] = []
 
@@ -243,7 +243,7 @@ def test_an_error_while_loading_is_raised_where_the_engine_is_started(tmp_path: 
 def test_a_start_that_is_cancelled_leaves_no_thread_and_no_open_engine_behind(
     thread: bool, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the event loop, an engine that was built after the cancellation kept its other processes."""
+    """An engine that was built on the event loop after the cancellation kept its other processes."""
     go_on = threading.Event()
     closed: list[Engine] = []
 

@@ -94,7 +94,7 @@ async def test_a_stop_waits_for_the_step_under_way_and_tells_what_it_gave(
 
 
 async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_path: Path) -> None:
-    """A callback may call the engine, also in a pause; no step begins within another."""
+    """A callback may call the engine, also in a pause; steps are never nested."""
     heard: list[tuple[str, int]] = []
 
     def take(output: StepOutput) -> None:
@@ -117,10 +117,8 @@ async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_
         assert [what for what, _ in heard].count("reserved") == 4
 
 
-async def test_who_must_give_up_pages_does_not_stop_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step in flight lands before anybody is preempted: it is waited for like any other."""
+async def test_a_preemption_does_not_stop_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in flight ends before a preemption, and is waited for like any other."""
 
     def sleep(seconds: float) -> None:
         raise AssertionError(f"the event loop would have slept for {seconds} s")

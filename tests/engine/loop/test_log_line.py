@@ -75,7 +75,7 @@ def test_every_fact_of_the_line_comes_from_an_engines_own_step(
 
 
 def test_a_line_leaves_out_what_is_zero_and_has_what_the_service_adds(caplog: pytest.LogCaptureFixture) -> None:
-    """It had 200 columns, half of them zeros, and nothing of transfers or of how the model ran."""
+    """It had 200 columns, half of them zeros."""
     clock = Clock()
     batches = BatchLog(16, clock, more=lambda: {"#transfer-req": 2, "pre-allocated usage": 0.25, "#other": 0})
     stats = StepStats(num_running=4, decode_tokens=4, held_pages=10, total_pages=40, step_s=0.1, forward="compiled")

@@ -9,7 +9,7 @@ from engine.loop.log_line import Held, SlowSteps, likely_cause
 
 
 class World:
-    """A clock, and what has held the process back."""
+    """A clock, and the causes of delays."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -27,7 +27,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[dict[str, object]]:
 
 
 def test_a_step_that_waited_for_cores_is_logged_with_that_cause(caplog: pytest.LogCaptureFixture) -> None:
-    """Steps took 150 times as long as usual beside a busy process, and no line said so."""
+    """Steps took 150 times as long as usual beside a busy process, and no log line reported it."""
     world = World()
     world.steps(0.012, 100)
     world.held = Held(cores_s=1.4)
@@ -77,7 +77,7 @@ def test_steps_that_stay_slow_become_usual(caplog: pytest.LogCaptureFixture) -> 
 
 def test_short_first_and_empty_steps_are_not_slow(caplog: pytest.LogCaptureFixture) -> None:
     world = World()
-    world.steps(3)  # the first one takes long: memory is touched for the first time
+    world.steps(3)  # the first one takes long: it touches new memory
     world.steps(0.001, 100, decode_tokens=4)
     world.steps(0.05, decode_tokens=4)
     world.steps(5, decode_tokens=0)

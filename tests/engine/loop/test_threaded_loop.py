@@ -120,7 +120,7 @@ def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(
 def test_calls_run_in_the_order_in_which_they_are_made(
     tmp_path_factory: pytest.TempPathFactory, ways: list[str]
 ) -> None:
-    """On this thread or the engine's. A caller that awaits a call at once has seen all outputs from before it."""
+    """On this thread or the engine's. A caller that awaits a call at once has received all earlier outputs."""
 
     home = tmp_path_factory.getbasetemp()
 
@@ -139,7 +139,7 @@ def test_calls_run_in_the_order_in_which_they_are_made(
                 elif way == "pause":
                     await asyncio.sleep(0.002)
                 elif way == "busy":
-                    time.sleep(0.002)  # the engine goes on, and this thread takes none of its outputs
+                    time.sleep(0.002)  # the engine steps, but this thread reads no outputs
                 elif way == "request":
                     request = EngineRequest(str(i), prompt(20, start=i), greedy(3, ignore_eos=True))
                     submit(loop, request)
@@ -171,7 +171,7 @@ def submit(loop: EngineLoop, request: EngineRequest) -> None:
 
 
 async def rest(loop: EngineLoop) -> None:
-    """Until its thread sleeps and everything that it said was heard."""
+    """Wait until its thread sleeps and all outputs are delivered."""
     assert isinstance(loop, ThreadedLoop)
     await until(loop._take)
     loop._own.release()

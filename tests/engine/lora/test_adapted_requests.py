@@ -47,7 +47,7 @@ Alone = Callable[[str, int, int, int], list[int]]  # (adapter, length and start 
 def merged(
     tiny: LoadedModel, tiny_dir: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, LoadedModel]:
-    """The model by adapter, with its weights merged; none of these engines knows an adapter."""
+    """The model by adapter, with merged weights; these engines have no adapters."""
     home = tmp_path_factory.mktemp("merged")
     made = {name: load_tiny(merge(tiny_dir, directory, home / name)) for name, directory in adapter_dirs.items()}
     return {"": tiny, **made}
@@ -72,7 +72,7 @@ def test_an_adapter_gives_the_ids_of_the_model_that_it_was_merged_into(
 
 
 def test_the_adapters_and_the_model_itself_give_different_answers(merged_alone: Alone) -> None:
-    """Else the other tests would prove nothing."""
+    """So the other tests can fail."""
     assert len({tuple(merged_alone(name, 17, 0, 24)) for name in NAMES}) == len(NAMES)
 
 
@@ -149,7 +149,7 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
 
     plain = logits(tiny)
     assert torch.equal(logits(adapted_tiny), plain)
-    mixed = logits(adapted_tiny, "plain", "", "plain")  # of rows that are no neighbours
+    mixed = logits(adapted_tiny, "plain", "", "plain")  # of rows that are not adjacent
     assert torch.equal(mixed[1], plain[1])
     assert (mixed[[0, 2, 3, 4]] - plain[[0, 2, 3, 4]]).abs().amax(-1).gt(0.1).all()
     others = logits(adapted_tiny, "few", "patterned", "")
@@ -161,7 +161,7 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
 def test_a_row_in_bfloat16_has_the_same_bits_beside_any_others(
     tiny_dir: Path, adapter_dirs: dict[str, Path], kernel: str | None, rows: list[int]
 ) -> None:
-    """Sums were rounded once for neighbouring rows and twice for others, and torch's products differ by their rows."""
+    """Sums were rounded once for adjacent rows and twice for others."""
     if kernel is not None or not can_pack():
         pytest.skip("torch's products")
     loaded = load_tiny(tiny_dir, dtype="bfloat16", lora={"a": str(adapter_dirs["patterned"])})
@@ -192,7 +192,7 @@ def test_prefixes_are_not_shared_between_adapters_nor_with_the_model_itself(adap
 def test_the_same_weights_under_another_name_share_prefixes_and_other_weights_under_the_same_do_not(
     tiny_dir: Path, adapter_dirs: dict[str, Path]
 ) -> None:
-    """Blocks are named by what an adapter is: KV moves between workers, and each names its adapters for itself."""
+    """Block hashes contain the weights: KV moves between workers, and each has its own adapter names."""
     one = make_engine(load_tiny(tiny_dir, lora={"a": str(adapter_dirs["plain"]), "b": str(adapter_dirs["plain"])}))
     run(one, [EngineRequest("r", prompt(40), greedy(2), adapter="a")])
     assert peek(one, prompt(40), adapter="b") == 32

@@ -1,4 +1,4 @@
-"""What of PEFT's files is read, and what is refused by the adapter's name."""
+"""Reading PEFT's files, and refusals with the adapter's name."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.engine.tiny_engine import load_tiny, save_tiny
 
 
 def written(directory: Path, **changes: Any) -> Path:
-    """An adapter_config.json as PEFT 0.17 writes it, with `changes`; None takes a key away."""
+    """Write PEFT 0.17's adapter_config.json with `changes`; None removes a key."""
     config: dict[str, Any] = {
         "alpha_pattern": {},
         "auto_mapping": None,
@@ -170,7 +170,7 @@ def test_tensors_of_other_kinds_are_refused_by_name(tiny_dir: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path, ranks: int) -> None:
-    """What was said was that the adapter may be another model's."""
+    """The error was that the adapter may be of another model."""
     model = save_model(tmp_path / "moe", FAMILIES["qwen3-moe"]())
     directory = save_adapter(tmp_path / "adapter", model, 1, targets=("q_proj",))
     weights = directory / "adapter_model.safetensors"
@@ -193,7 +193,7 @@ def test_an_adapter_may_leave_layers_out_when_its_configuration_says_so(tiny_dir
 
 
 def test_an_adapter_of_the_output_layer_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
-    """Logits are computed for the tokens that are sampled alone: its rows are not those of the step."""
+    """Logits are computed only for sampled tokens, so its rows are not those of the step."""
     directory = save_adapter(tmp_path / "a", tiny_dir, 1, targets=("q_proj", "lm_head"))
     with pytest.raises(UnsupportedModel, match="LoRA adapter 'legal' is not supported: it changes lm_head"):
         load_tiny(tiny_dir, lora={"legal": str(directory)})

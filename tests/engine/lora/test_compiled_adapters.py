@@ -1,4 +1,4 @@
-"""Adapters in a compiled package: they stay outside it, as attention does."""
+"""Adapters of a compiled package: they stay outside of it, like attention."""
 
 import os
 import shutil

@@ -60,7 +60,7 @@ def roomy(home: Path, **more: Any) -> EngineCore:
 
 
 def whole(asked: Any, text: str) -> bool:
-    """Whether `text` is what was asked for, by another judge than the grammar."""
+    """Whether `text` satisfies the constraint, without the grammar."""
     if isinstance(asked, str):
         return re.fullmatch(asked, text) is not None
     return not list(Draft202012Validator(asked).iter_errors(json.loads(text)))
@@ -189,7 +189,7 @@ def test_a_transfer_that_fails_leaves_the_mask_where_it_was(tmp_path: Path, voca
 def test_a_first_token_that_the_mask_refuses_is_refused_and_the_prompt_may_be_recomputed(
     tmp_path: Path, vocabulary: LLTokenizer, n: int
 ) -> None:
-    """Two versions of what compiles masks, or a prefill without one: the text ended there as if it were whole."""
+    """If mask compilers differed, or prefill had none, the text ended there as if complete."""
     decode = make_mock(tmp_path)
     decode.submit(EngineRequest("r", prompt(40), drawn(n=n), Phase.DECODE, mask=mask(vocabulary, "[ab]{4}")))
     decode.step()
@@ -218,7 +218,7 @@ def test_a_first_token_that_nobody_wants_need_not_be_allowed(tmp_path: Path, voc
 def test_a_text_that_went_off_its_grammar_fails_instead_of_ending_as_if_it_were_whole(
     tmp_path: Path, vocabulary: LLTokenizer
 ) -> None:
-    """A first token from a peer that knows nothing of the mask, or a mask that costs more than it may."""
+    """The first token is from a peer without the mask, or the mask exceeds its limit."""
     decode = make_mock(tmp_path)
     decode.submit(EngineRequest("r", prompt(40), drawn(), Phase.DECODE, mask=mask(vocabulary, "[ab]{4}")))
     decode.step()

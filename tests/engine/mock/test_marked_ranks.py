@@ -38,7 +38,7 @@ def pools(region: KvRegion) -> list[int]:
 def move(
     source: KvRegion, target: KvRegion, tables: tuple[list[int], list[int]], tokens: range, lost: int = -1
 ) -> None:
-    """As the ranks write. Nothing arrives at rank `lost` of the target."""
+    """Copy like the ranks write. Nothing arrives at rank `lost` of the target."""
     for i, here in enumerate(pools(source)):
         for j, there in enumerate(pools(target)):
             layouts = of_shard(source.layout, i, source.layout.shards), of_shard(target.layout, j, target.layout.shards)
@@ -74,7 +74,7 @@ def test_a_moved_prompt_is_continued_only_if_all_ranks_have_it(
 
 @pytest.mark.parametrize("number", range(4), ids=["first", "inner", "another inner", "last"])
 def test_one_wrong_mark_of_any_head_is_noticed(tmp_path: Path, number: int) -> None:
-    """Of the four marks of two heads; the inner ones are not renewed with each token."""
+    """One of the four marks of two heads; the inner ones are not rewritten with each token."""
     engine = on(tmp_path, 2, 2)
     engine.submit(EngineRequest("r", prompt(20), ENDLESS))
     while engine.step().tokens == []:

@@ -1,4 +1,4 @@
-"""The mock answers as an engine does, and notices KV that is not there."""
+"""The mock answers like an engine, and notices missing KV."""
 
 import json
 import subprocess
@@ -51,7 +51,7 @@ def alone(home: Path, ids: list[int], sampling: SamplingParams, **changes: objec
 
 
 def test_neither_torch_nor_transformers_is_imported_on_its_way(tmp_path: Path) -> None:
-    """Nor within the loop that a worker starts: a mock worker is there at once."""
+    """Nor by the loop of a worker: a mock worker starts at once."""
     script = (
         "import asyncio, sys, time; from pathlib import Path\n"
         "from engine.start import start_engine; from engine.config import EngineConfig\n"

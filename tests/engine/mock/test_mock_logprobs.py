@@ -1,4 +1,4 @@
-"""The mock's log-probabilities: no model's, but the same wherever a token is drawn, and exact in float32."""
+"""The mock's log-probabilities are equal wherever a token is drawn, and exact in float32."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tiny models of each family, as different from zero as real ones, with windows much shorter than the prompts."""
+"""Tiny models of each family, with weights like real ones and windows much shorter than the prompts."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3
 
 
 def save_model(directory: Path, config: PretrainedConfig) -> Path:
-    """Weights of `config`, norms and biases random too: at their initial ones and zeros, leaving them out goes unseen."""
+    """Save random weights. Norms and biases are random too, so that omitting them has an effect."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
@@ -121,18 +121,18 @@ def save_model(directory: Path, config: PretrainedConfig) -> Path:
 
 
 def reference(directory: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' own model, with attention written out."""
+    """Load transformers' model, with attention written out."""
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, token_ids: Sequence[int]) -> torch.Tensor:
-    """float32 [T, vocab]."""
+    """Return float32 [T, vocab]."""
     return model(input_ids=torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
 
 
 def reference_greedy(model: PreTrainedModel, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-    """Ids made with transformers' own cache."""
+    """Return greedy ids of transformers, with its cache."""
     ids = torch.tensor([list(token_ids)])
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0

@@ -1,4 +1,4 @@
-"""The model that everyone gets: converted from its wheel, and answering."""
+"""The default model is converted from its wheel, and answers."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from engine.ports import EngineRequest
 
 pytestmark = pytest.mark.model
 
-# In fp32 its first token leads by 1.0; asked "What is …?" it leads by 0.1, which bfloat16 does not keep.
+# In fp32 its first token leads by 1.0; with "What is …?" it leads by 0.1, too little for bfloat16.
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 

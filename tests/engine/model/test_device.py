@@ -1,4 +1,4 @@
-"""Which device a setting names; CUDA devices are played by functions of torch.cuda that this machine answers otherwise."""
+"""The device that a setting names; functions of torch.cuda are fakes."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [("auto", "cuda:0"), ("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
 )
 def test_a_cuda_device_always_has_an_index(name: str, device: str) -> None:
-    """`cuda` alone, which the compose file for GPUs gives, ended in set_device's ValueError once the weights were loaded."""
+    """`cuda` alone, as in the compose file for GPUs, ended in a ValueError after loading the weights."""
     assert str(pick_device(name)) == device
 
 

@@ -1,4 +1,4 @@
-"""Every family against transformers' own model: logits of prompts in chunks, ids of batches, over all page sizes."""
+"""Every family, compared with transformers: logits of prompts in chunks, ids of batches, over all page sizes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,7 +61,7 @@ def truth(model: PreTrainedModel) -> Tensor:
 
 @pytest.fixture(scope="module")
 def rounding(directory: Path, truth: Tensor) -> Callable[[str], Tensor]:
-    """How far the logits of transformers are from the truth, by dtype."""
+    """Return the error of transformers' logits, by dtype."""
     return cache(lambda dtype: reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth)
 
 
@@ -76,7 +76,7 @@ def answers(model: PreTrainedModel, max_tokens: int) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, backend: AttentionKind) -> Tensor:
-    """float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
+    """Return float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
     num_pages = loaded.layout.pages_for(len(token_ids))
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
     attention = make_attention(backend, storage, loaded.layout, loaded.query_group, StepLimits(1, 131, 131))
@@ -112,7 +112,7 @@ def test_half_precision_is_as_near_to_the_truth_as_that_of_transformers(
     dtype: str,
     backend: AttentionKind,
 ) -> None:
-    """In the median: rounding sends some tokens to other experts."""
+    """The median: rounding sends some tokens to other experts."""
     theirs = rounding(dtype)
     ours = paged_logits(loaded(dtype), prompt(131), 50, backend) - truth
     assert 0 < ours.abs().median() < 1.3 * theirs.abs().median()
@@ -140,7 +140,7 @@ def test_a_request_gives_the_same_ids_alone_and_among_others(loaded: Callable[[s
 
 
 class Otherwise:
-    """The eager forward, with another scoring than the layer's."""
+    """The eager forward with another scoring."""
 
     kind = EagerForward.kind
 
@@ -178,7 +178,7 @@ class Otherwise:
 def test_without_its_window_cap_or_sinks_a_model_gives_other_ids(
     tmp_path: Path, name: str, changes: dict[str, Any]
 ) -> None:
-    """What proves that the tests above would see them ignored."""
+    """So the tests above can fail."""
     loaded = load_tiny(save_model(tmp_path, FAMILIES[name]()))
     requests = [EngineRequest(name, ids, greedy(24)) for name, ids in PROMPTS.items()]
     right = run(make_engine(loaded), requests).tokens
@@ -195,7 +195,7 @@ def test_without_its_window_cap_or_sinks_a_model_gives_other_ids(
 def with_heads(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LoadedModel, dict[str, list[int]]]:
-    """A model with as many KV heads, and transformers' answers."""
+    """Return a model with these heads, and transformers' answers."""
     name, (_, kv_heads) = request.param
     config = FAMILIES[name]()
     config.num_key_value_heads = kv_heads

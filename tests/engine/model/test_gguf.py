@@ -1,4 +1,4 @@
-"""A GGUF file as model: converted once, giving the ids of the model it was made from; or refused with the reason."""
+"""A GGUF file as model is converted once and gives the ids of its model, or is refused with the reason."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def state_dir(file: Path, reported: list[tuple[str, int, int]], tmp_path_factory
 
 
 def copy_instead(task: str, source: Path, finishing: Sequence[Path | str], _lock: IO[str], progress: Progress) -> None:
-    """What `converted._convert` leaves, without a child process, which takes seconds of a core."""
+    """Replaces `converted._convert`, whose child process takes seconds of a core."""
     partial, done, _ = map(Path, finishing)
     assert not list(partial.iterdir())
     progress(task, 0, 1)
@@ -153,10 +153,10 @@ def test_a_file_that_cannot_be_converted_leaves_nothing_behind(file: Path, tmp_p
     assert not [path for path in (tmp_path / "state" / "models").iterdir() if not path.name.startswith(".")]
 
 
-def test_an_interrupted_conversion_starts_over_and_says_so(
+def test_an_interrupted_conversion_starts_over_and_logs_it(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it left is never taken for the model; a user saw nothing of either."""
+    """Its files are never used as the model; no line reported it."""
     monkeypatch.setattr(converted, "_convert", copy_instead)
     told: list[str] = []
 
@@ -220,7 +220,7 @@ def test_what_would_not_come_out_right_is_refused(
 
 
 def test_a_file_with_tokens_that_end_a_turn_names_them_all(original: PreTrainedModel, tmp_path: Path) -> None:
-    """Only the token that ends a text counted, so answers ran past the end of their turn."""
+    """Only the end of a text counted, so answers continued after their turn."""
     ends = {"tokenizer.ggml.eot_token_id": 99, "tokenizer.ggml.eom_token_id": 101}
     convert(write_gguf(tmp_path / "ends.gguf", original, **ends), tmp_path)
     named = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
@@ -233,7 +233,7 @@ def test_a_file_with_tokens_that_end_a_turn_names_them_all(original: PreTrainedM
 def test_texts_are_split_as_the_file_names_it(
     original: PreTrainedModel, tmp_path: Path, splitter: str, pieces: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The default model's prompts had digits in one token, which its authors never trained on."""
+    """The default model's prompts had several digits in a token, unlike its training."""
     convert(write_gguf(tmp_path / "split.gguf", original, splitter=splitter), tmp_path)
     ids = TextModel.load(tmp_path)._encode("12a", add_special_tokens=False)
     assert [TOKENS[token_id] for token_id in ids] == pieces
@@ -241,9 +241,9 @@ def test_texts_are_split_as_the_file_names_it(
 
 
 def test_control_tokens_keep_the_names_and_ids_of_the_file(original: PreTrainedModel, tmp_path: Path) -> None:
-    """Names with other letters than those of bytes came twice, at last behind the vocabulary, and were refused there.
+    """Names with letters outside of the byte alphabet were added again behind the vocabulary, and were refused there.
 
-    So did `<|endoftext|>`, which a user may write, where the file has no such token.
+    So was `<|endoftext|>`, which a user may write, if the file lacks it.
     """
     bar = "\uff5c"  # the wide one
     names = [f"<{bar}{name}{bar}>" for name in ("User", "begin▁of▁sentence", "end▁of▁sentence")]
@@ -267,7 +267,7 @@ def test_control_tokens_keep_the_names_and_ids_of_the_file(original: PreTrainedM
 def test_a_text_begins_as_in_llama_cpp(
     original: PreTrainedModel, tmp_path: Path, splitter: str, fields: dict[str, bool], expected: list[str]
 ) -> None:
-    """Llama 3's files may not say that texts begin with a token."""
+    """Llama 3's files may lack that texts begin with a token."""
     convert(write_gguf(tmp_path / "begins.gguf", original, splitter=splitter, **fields), tmp_path)
     ids = TextModel.load(tmp_path)._encode("12a", add_special_tokens=True)
     assert [TOKENS[token_id] for token_id in ids] == expected
@@ -308,7 +308,7 @@ def test_a_warning_of_the_converter_is_logged(
 
 
 def write_gemma(directory: Path, kind: type[Gemma2Config | Gemma3TextConfig]) -> tuple[PreTrainedModel, Path]:
-    """Heads of 32 in four layers, with the 27B's scale of attention."""
+    """Write a model with heads of 32 in four layers and the 27B's scale of attention."""
     sizes = {**FOUR_LAYERS, "head_dim": 32, "query_pre_attn_scalar": 64 // 4, "sliding_window": 512}
     model = reference(save_model(directory / "original", kind(**sizes)))
     attention = f"{model.config.model_type.removesuffix('_text')}.attention"
@@ -320,7 +320,7 @@ def write_gemma(directory: Path, kind: type[Gemma2Config | Gemma3TextConfig]) ->
 def test_gemmas_of_27b_have_their_own_scale_of_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Gemma2Config | Gemma3TextConfig]
 ) -> None:
-    """GGUF does not hold it, and transformers took 256, which the smaller ones have."""
+    """GGUF lacks it, and transformers took 256, as for the smaller ones."""
     monkeypatch.setattr("engine.model.convert.GEMMA_27B", dict.fromkeys(GEMMA_27B, 4))
     model, path = write_gemma(tmp_path, kind)
     convert(path, tmp_path)

@@ -165,7 +165,7 @@ def test_what_cannot_be_computed_right_is_refused_by_name(tmp_path: Path, config
 
 @pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4", ""])
 def test_quantised_weights_are_refused_by_their_method_before_they_are_read(tmp_path: Path, method: str) -> None:
-    """What became of them was left to transformers: an import error, or weights that nothing knew how to multiply by."""
+    """transformers then raised an import error, or loaded weights that cannot be multiplied."""
     path = save_tiny(tmp_path / "odd-model")
     config = json.loads((path / "config.json").read_text())
     config["quantization_config"] = {"quant_method": method, "bits": 4} if method else {"bits": 4}
@@ -193,7 +193,7 @@ def test_what_attention_is_told_and_does_not_know_is_refused(asked: dict[str, ob
 
 
 def test_contexts_end_where_one_long_request_would_change_the_frequencies_of_all(tmp_path: Path) -> None:
-    """Phi-3's longer models have two sets of frequencies, and transformers takes one for a whole batch."""
+    """Phi-3's longer models have two sets of frequencies, of which transformers uses one for the whole batch."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     rope |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
     loaded = load(
@@ -207,7 +207,7 @@ def test_contexts_end_where_one_long_request_would_change_the_frequencies_of_all
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
-    """transformers would make it up."""
+    """transformers would fill it with random values."""
     directory = save_tiny(tmp_path)
     weights = load_file(directory / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -232,7 +232,7 @@ def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_quantised_weights_are_refused_if_config_json_does_not_mention_it(tmp_path: Path, dtype: torch.dtype) -> None:
-    """They were read as if they were plain, without their scales."""
+    """They were read as plain weights, without their scales."""
 
     def quantise(weights: dict[str, torch.Tensor]) -> None:
         name = "model.layers.0.mlp.up_proj.weight"
@@ -248,7 +248,7 @@ def test_quantised_weights_are_refused_if_config_json_does_not_mention_it(tmp_pa
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_tensors_of_a_layer_that_has_no_place_for_them_are_refused(tmp_path: Path, size: int) -> None:
-    """Biases were left out where config.json did not mention them."""
+    """Biases that config.json did not mention were ignored."""
 
     def add(weights: dict[str, torch.Tensor]) -> None:
         for layer in (0, 1):
@@ -283,7 +283,7 @@ def test_tensors_of_parts_that_are_not_computed_are_left_out(tmp_path: Path) -> 
     ids=["pointer", "empty", "short", "long header", "no JSON"],
 )
 def test_a_damaged_file_of_weights_is_named(tmp_path: Path, content: bytes, said: str) -> None:
-    """The traceback of a MemoryError for a pointer of Git LFS, of a struct.error for an empty file."""
+    """A Git LFS pointer gave the traceback of a MemoryError, an empty file of a struct.error."""
     path = save_tiny(tmp_path) / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(ModelUnavailable, match=f"{path} is .*{said}"):
@@ -317,7 +317,7 @@ def test_a_damaged_generation_configuration_is_named(tmp_path: Path, content: st
 
 @pytest.mark.parametrize("end", ["<end>", {"content": "<end>", "special": True}])
 def test_the_tokenizers_end_of_text_is_an_end_token(tmp_path: Path, end: object) -> None:
-    """Where the other files name another one, answers ran on after it."""
+    """If other files named another one, answers continued after it."""
     directory = save_tiny(tmp_path)
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
     added = [{"id": 8, "content": "<start>"}, {"id": 9, "content": "<end>"}]
@@ -340,7 +340,7 @@ def test_a_directory_without_weights_is_answered_with_the_way_to_random_ones(tmp
 
 
 def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    """A supervisor showed the last line alone: how to update Transformers."""
+    """A supervisor showed only the last line: how to update Transformers."""
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ModelUnavailable, match=r"cannot be read: .*no-such-model[^\n]*$"):
         load(tmp_path)
@@ -355,7 +355,7 @@ def change_json(path: Path, **changes: object) -> None:
     "changes", [{"hidden_act": "newer"}, {"num_key_value_heads": 0}, {"head_dim": "wide"}], ids=str
 )
 def test_what_transformers_cannot_build_is_one_line(tmp_path: Path, changes: dict[str, object], ranks: int) -> None:
-    """The worker died of a traceback, and was started again."""
+    """The worker ended with a traceback, and was restarted."""
     change_json(save_tiny(tmp_path) / "config.json", **changes)
     with pytest.raises(ModelUnavailable) as caught:
         load_tiny(tmp_path, tensor_parallel=ranks)

@@ -2,7 +2,7 @@ from engine.model.progress import unless_quick
 
 
 def test_what_is_over_soon_shows_no_bar() -> None:
-    """Each worker said "Loading weights: 0 %" and "100 %" of a tenth of a second."""
+    """Each worker logged "Loading weights: 0 %" and "100 %" within 0.1 s."""
     now_s, told = 0.0, []
     report = unless_quick(lambda task, done, total: told.append((task, done, total)), lambda: now_s)
     report("Loading weights", 0, 3)

@@ -7,6 +7,6 @@ from tests.engine.parallel.led import FORKING
 
 @pytest.fixture(scope="session", autouse=True)
 def forks_end(nothing_left_behind: None) -> Iterator[None]:
-    """What forks followers ends before the run looks for processes that are left."""
+    """End the process that forks followers, before the run looks for leftover processes."""
     yield
     FORKING.close()

@@ -1,7 +1,7 @@
-"""Followers as forks of a process that has imported what they import, which takes four seconds of a core for each of them.
+"""Followers as forks of a process that has imported their modules, which takes four seconds of a core.
 
-A fork runs `python -m <module>` from its first line on, with the descriptors and in the environment that its leader gives
-it. Tests of the start itself run the command.
+A fork runs `python -m <module>` with the descriptors and environment from its leader. Tests of the start itself run the
+command.
 """
 
 import fcntl
@@ -26,12 +26,12 @@ from tests.waiting import PATIENCE_S
 
 IMPORTED: Final = ("engine.follower", "engine.build", "transformers.models.llama.modeling_llama")
 MAIN: Final = "engine.parallel.rank_process"
-ASIDE: Final = 500  # descriptors from here on are no leader's
+ASIDE: Final = 500  # larger than any descriptor of a leader
 MAX_BYTES: Final = 1 << 20
 
 
 class ForkedRank(Fork):
-    """Of `subprocess.Popen`, what a leader uses."""
+    """The methods of `subprocess.Popen` that a leader uses."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         super().__init__(pid)
@@ -39,7 +39,7 @@ class ForkedRank(Fork):
 
 
 class ForkingRanks:
-    """The process that forks, started when first wanted; leaving it ends that process, not its forks."""
+    """The process that forks, started at first use. Leaving it ends that process, but not its forks."""
 
     def __init__(self) -> None:
         self._parent: subprocess.Popen[bytes] | None = None
@@ -64,7 +64,7 @@ class ForkingRanks:
 
     def _started(self) -> socket.socket:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # numpy's would start threads when it is imported
+        env = os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # importing numpy would start threads
         command = [sys.executable, "-m", "tests.engine.parallel.forked_ranks", str(theirs.fileno())]
         self._parent = subprocess.Popen(
             command, cwd=REPO, env=env, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -79,14 +79,14 @@ class ForkingRanks:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Leaders fork their followers meanwhile."""
+        """Let leaders fork their followers inside."""
         names = SimpleNamespace(PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired, Popen=self.start)
         with mock.patch.object(rank_processes, "subprocess", names):
             yield
 
 
 def _serve(receiver: socket.socket) -> str:
-    """Fork for each message. It returns in each fork: the module that the fork runs."""
+    """Fork for each message. Return the fork's module, in the fork."""
     while True:
         message, fds, _, _ = socket.recv_fds(receiver, MAX_BYTES, 50)
         if not message:
@@ -95,7 +95,7 @@ def _serve(receiver: socket.socket) -> str:
             os.waitpid(between, 0)
             for fd in fds:
                 os.close(fd)
-            receiver.send(b"forked")  # whose child it is is settled
+            receiver.send(b"forked")  # its parent has ended
             continue
         if child := os.fork():
             receiver.send(str(child).encode())
@@ -116,7 +116,7 @@ def _serve(receiver: socket.socket) -> str:
 if __name__ == "__main__":
     for name in IMPORTED:
         import_module(name)
-    sys.modules.pop(MAIN, None)  # to be run, and not yet there
+    sys.modules.pop(MAIN, None)  # runpy warns of a loaded module
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork has only one of its parent's threads"
     gc.collect()
     gc.freeze()

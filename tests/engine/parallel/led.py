@@ -1,4 +1,4 @@
-"""Instances of several ranks: this process leads, the followers are processes, forked for the sake of time."""
+"""Instances of several ranks: this process leads, the followers are forks, to save time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ class Led:
     followers: Followers
 
     def make(self, **changes: object) -> EngineCore:
-        """A new engine: its own pages on each rank, the same weights."""
+        """Make an engine with its own pages on each rank."""
         config = small(**{"tensor_parallel": self.loaded.layout.shards, **changes})
         return assemble_led(self.loaded, config, self.followers)
 

@@ -1,4 +1,4 @@
-"""A follower whose device has `BYTES` of counted memory; it takes the place of `engine.parallel.rank_process`."""
+"""A follower whose device has `BYTES` of counted memory; it replaces `engine.parallel.rank_process`."""
 
 import os
 from typing import Any, Final

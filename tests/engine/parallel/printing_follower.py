@@ -1,4 +1,4 @@
-"""A follower that prints other text than reports; it takes the place of `engine.parallel.rank_process`."""
+"""A follower that prints other text than reports; it replaces `engine.parallel.rank_process`."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A follower on a simulated device; it takes the place of `engine.parallel.rank_process`."""
+"""A follower on a simulated device; it replaces `engine.parallel.rank_process`."""
 
 from unittest import mock
 

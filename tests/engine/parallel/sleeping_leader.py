@@ -1,4 +1,4 @@
-"""An instance of two ranks that names its follower and then sleeps; the path of its model is the first line it reads."""
+"""An instance of two ranks that prints its follower and then sleeps. Its first input line is the path of its model."""
 
 import json
 import os

@@ -70,7 +70,7 @@ def test_ids_are_those_of_transformers_after_a_prefix_hit(case: Case) -> None:
 
 
 def test_ranks_that_route_never_change_their_threads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router's last bits depend on them; if ranks disagree about a token, an expert is added twice or never."""
+    """A router's last bits depend on them: if ranks disagree about a token, an expert is added twice or never."""
     made: list[int] = []
 
     def limit(threads: int, decode_threads: int) -> ThreadLimit:

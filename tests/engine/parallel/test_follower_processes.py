@@ -1,6 +1,6 @@
 """A lost follower ends its engine at once; a lost leader leaves no follower.
 
-The follower of a leader that is killed is started as users start it. Elsewhere they are forks, which import nothing.
+The follower of a killed leader is started like users'. Elsewhere followers are forks.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def test_an_engine_that_loses_a_follower_ends_and_names_it(tiny_dir: Path, busy:
 def test_followers_that_ended_before_their_orders_were_sent_are_closed_like_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The orders that could not be sent were flushed again when the pipe was closed, and `close` stopped there."""
+    """Closing the pipe flushed the unsent orders again, and `close` failed there."""
 
     class EndedAtOnce(subprocess.Popen[bytes]):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -73,7 +73,7 @@ def test_an_engine_that_is_stopped_ends_its_followers(tiny_dir: Path, kernel: st
     async def main() -> None:
         async with run_engine(lambda: build_forked(tiny_dir, small(tensor_parallel=2))) as loop:
             (follower,) = [rank.pid for rank in loop.engine.kv_region.followers]
-            os.kill(follower, signal.SIGTERM)  # as to a whole process group: the leader decides
+            os.kill(follower, signal.SIGTERM)  # like a signal to the process group: the leader decides
             os.kill(follower, signal.SIGINT)
             await loop.between_steps(lambda engine: engine.step())
             assert is_alive(follower)

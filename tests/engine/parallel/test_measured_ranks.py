@@ -21,7 +21,7 @@ SMALL, LARGE = 14_000_000, 24_000_000
 
 
 def assembled(instance: Led) -> tuple[EngineCore, int]:
-    """An engine whose leader has LARGE bytes, and what is left of them."""
+    """Return an engine whose leader has LARGE bytes, and the free bytes."""
     config = small(tensor_parallel=2, num_pages=None, max_running=6, max_step_tokens=32)
     with CountedMemory(LARGE, instance.loaded) as memory:
         return assemble_led(instance.loaded, config, instance.followers, memory=memory), memory.measure().free

@@ -19,7 +19,7 @@ from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run
 
 
 def test_ranks_beyond_the_kv_heads_share_them(tmp_path: Path, kernel: str | None) -> None:
-    """And a bias is added once."""
+    """Also, a bias is added only once."""
     biased = {"attention_bias": True, "mlp_bias": True, "initializer_range": 0.2}
     directory = save_tiny(tmp_path / "biased", **biased)
     randomise_biases(directory)
@@ -42,7 +42,7 @@ def test_sinks_of_a_rank_are_those_of_its_heads(tmp_path: Path, kernel: str | No
 def test_ranks_release_the_pages_that_every_layer_has_left(
     windowed_dir: Path, windowed: LoadedModel, kernel: str | None
 ) -> None:
-    """In a pool in which requests are preempted without it."""
+    """Without it, requests in this pool would be preempted."""
     requests = [EngineRequest(f"r{i}", prompt(60, start=i), greedy(60, ignore_eos=True)) for i in range(4)]
     wanted = run(make_engine(windowed), requests).tokens
     with led(windowed_dir, 2) as two:

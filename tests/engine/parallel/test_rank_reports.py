@@ -1,4 +1,4 @@
-"""The leader reads its followers' reports, whatever else they print, and ends them."""
+"""The leader reads its followers' reports among other output, and ends them."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def next_report(processes: RankProcesses) -> Report:
 
 
 def test_text_that_a_library_prints_is_no_report(start: Start) -> None:
-    """The thread that reads reports ended, and the leader waited without end."""
+    """The thread that reads reports ended, and the leader waited forever."""
     processes = start("m")
     report = next_report(processes)
     assert (report.device, report.failure) == ("cpu", "")
@@ -58,8 +58,8 @@ def test_a_follower_that_ends_in_the_midst_of_a_report_is_lost(start: Start) -> 
     assert processes.lost is not None
 
 
-def test_a_rank_that_is_started_by_hand_says_who_starts_ranks() -> None:
-    """It ended with a traceback, or waited for its leader's order at a terminal."""
+def test_a_rank_that_is_started_by_hand_reports_what_starts_ranks() -> None:
+    """It ended with a traceback, or waited for an order at a terminal."""
     ended = subprocess.run(
         [sys.executable, "-m", "services.rank", "--help"],
         stdin=subprocess.DEVNULL,
@@ -73,7 +73,7 @@ def test_a_rank_that_is_started_by_hand_says_who_starts_ranks() -> None:
 
 
 def test_followers_that_do_not_end_are_killed_at_the_same_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each had its own time limit, one after the other: eight of them outlasted the grace period of a pod."""
+    """Each had its own time limit in turn: eight outlasted the grace period of a pod."""
     monkeypatch.setattr(rank_processes, "END_S", END_S)
     processes = start("m", ranks=8)
     processes.reports()

@@ -1,4 +1,4 @@
-"""The engine on one and on two simulated GPUs, with what only a device has: pinned copies, kernels and graphs."""
+"""The engine on one and two simulated GPUs, with pinned copies, kernels and graphs."""
 
 import os
 from collections.abc import Iterator

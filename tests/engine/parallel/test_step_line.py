@@ -22,7 +22,7 @@ def line() -> Iterator[StepLine]:
 
 
 def far_end(line: StepLine) -> StepLine:
-    """As another process maps it."""
+    """Map it like another process."""
     return StepLine(SIZE, os.dup(line.memory), [os.dup(waker) for waker in line.wakers], RING)
 
 
@@ -63,7 +63,7 @@ def test_a_message_is_done_when_the_follower_asks_for_the_next(line: StepLine) -
 
 
 def test_a_full_line_ends_when_the_followers_have(line: StepLine) -> None:
-    """Otherwise their leader would wait without end."""
+    """Otherwise the leader would wait forever."""
     over = threading.Event()
     over.set()
     line.send(bytes(RING - 8), over)

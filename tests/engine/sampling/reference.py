@@ -1,4 +1,4 @@
-"""Sampling written down a second time, one row and one token at a time, in plain Python floats."""
+"""A second implementation of sampling, by rows and tokens, in Python floats."""
 
 import math
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
 
 
 def engines_sampler() -> Sampler:
-    """The engine's own, on the tested device."""
+    """Make the engine's sampler, on the tested device."""
     return choose_sampler(torch.device(TESTED["device"]))
 
 
 def sample(logits: torch.Tensor, rows: Sequence[Row], sampler: Sampler | None = None) -> list[int]:
-    """Draw on the tested device, by the engine's own sampler if none is given, and wait for the tokens."""
+    """Draw on the tested device, by default with the engine's sampler, and wait for the tokens."""
     device = torch.device(TESTED["device"])
     draw = (sampler or engines_sampler()).draw(logits.to(device), rows)
     Arrival(device).wait()
@@ -36,7 +36,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row], sampler: Sampler | None = 
 
 
 def noise_word(seed: int, position: int, token: int) -> int:
-    """32 random bits of a token, in Python's own integers."""
+    """Return 32 random bits of a token, in Python integers."""
     start = splitmix((seed + GOLDEN) % 2**64)
     key = splitmix((start + (position + 1) * GOLDEN) % 2**64)
     word = finalised((token * 0x9E3779B9 + key) % 2**32)
@@ -80,7 +80,7 @@ def adjusted(
 
 
 def probabilities(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """What a token is drawn from."""
+    """Return the distribution of a token."""
     top = max(logits)
     weights = [math.exp((value - top) / params.temperature) for value in logits]
     probs = [weight / sum(weights) for weight in weights]
@@ -104,6 +104,6 @@ def normalised(weights: Sequence[float]) -> list[float]:
 
 
 def scores(probs: Sequence[float], seed: int, position: int) -> dict[int, float]:
-    """Of each token that may be drawn; the one with the highest score is."""
+    """Return the scores of possible tokens, of which the highest is drawn."""
     shares = {token: (noise_word(seed, position, token) + 0.5) / 2**32 for token, p in enumerate(probs) if p > 0}
     return {token: math.log(probs[token]) - math.log(-math.log1p(-share)) for token, share in shares.items()}

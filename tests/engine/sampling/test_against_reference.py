@@ -1,4 +1,4 @@
-"""Every parameter against the same thing written down a second time, in batches of random rows."""
+"""Every parameter, compared with a second implementation, in batches of random rows."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from tests.engine.sampling.reference import adjusted, engines_sampler, make_row,
 VOCAB = 24
 EOS = frozenset({3})
 NEARLY = (1, 1 - 1e-6, 1 + 1e-6)  # shares are rounded
-# steps of 1/8: sums and ties as real models in bf16 have them, and nothing that hangs on the last bit of a float32
+# steps of 1/8: ties as in bf16, and no dependence on the last bit of a float32
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
 
@@ -69,7 +69,7 @@ def test_logits_are_adjusted_as_the_reference_does(batch: list[tuple[list[float]
 
 
 def possible(values: list[float], how: SamplingParams) -> list[list[float]]:
-    """Probabilities of the tokens, also if top_p and min_p are a little more or less."""
+    """Return the probabilities of the tokens, also with slightly different top_p and min_p."""
     ways = [(how.top_p * more, how.min_p * other) for more in NEARLY for other in NEARLY]
     changed = [structs.replace(how, top_p=min(top_p, 1.0), min_p=min(min_p, 1.0)) for top_p, min_p in ways]
     return [probabilities(values, way) for way in changed]

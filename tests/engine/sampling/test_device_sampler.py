@@ -1,4 +1,4 @@
-"""The kernel under Triton's interpreter: it draws what the CPU's sampler draws. No GPU has a part in this."""
+"""The kernel under Triton's interpreter, without a GPU, draws the same tokens as the CPU's sampler."""
 
 import random
 from collections.abc import Sequence
@@ -78,7 +78,7 @@ def both(logits: torch.Tensor, ways: list[dict[str, Any]], block: int = 32) -> t
 
 @pytest.mark.parametrize("case", range(3))
 def test_batches_that_change_give_the_ids_of_the_cpu_s_sampler(case: int) -> None:
-    """Rows come, go and change places; positions and counts of tokens stay on the device. Blocks do not matter."""
+    """Rows come, go and change places; positions and counts of tokens stay on the device."""
     chance = random.Random(case)
     vocab, block = [(100, 32), (65, 16), (129, 128)][case]
     generator = torch.Generator().manual_seed(case)
@@ -111,7 +111,7 @@ def test_batches_that_change_give_the_ids_of_the_cpu_s_sampler(case: int) -> Non
 
 @pytest.mark.parametrize("how", [{"top_k": 5}, {"top_p": 0.5}, {"top_k": 40, "top_p": 0.3}, {"top_k": 7, "min_p": 0.5}])
 def test_of_equal_logits_the_first_are_kept(how: dict[str, Any]) -> None:
-    """Many tokens have the threshold's logit, in all blocks."""
+    """Tokens in all blocks have the threshold's logit."""
     logits = torch.randint(-3, 3, (4, 90), generator=torch.Generator().manual_seed(1)).float()
     logits[3] = 0
     found, right = both(logits, [{"seed": seed, **how} for seed in range(4)])
@@ -133,7 +133,7 @@ def test_near_tokens_that_all_lie_in_one_lane_are_cut_exactly() -> None:
 def test_rows_that_are_not_finite_draw_no_token_and_disturb_no_other(how: dict[str, Any]) -> None:
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3))
     logits[1, 7], logits[2, 9], logits[3] = torch.nan, torch.inf, -torch.inf
-    logits[4, :40] = -torch.inf  # excluded tokens are no fault
+    logits[4, :40] = -torch.inf  # excluded tokens are allowed
     rows = [make_row([1], seed=seed, frequency_penalty=0.5, **how) for seed in range(6)]
     drawn = make_sampler(16).draw(logits, rows)
     found = drawn.read()
@@ -149,7 +149,7 @@ def _params(row: Row) -> dict[str, Any]:
 
 
 class Sent:
-    """What goes to the device: the number of values of each copy."""
+    """Records the number of values of each copy to the device."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.copies: list[int] = []
@@ -183,7 +183,7 @@ def test_only_rows_that_come_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     came = step([rows[2], rows[0], rows[3]])
     assert sorted(came) == [0, 0, 1, 1, 6, 16], "its counts, empty so far, its parameters, and the batch"
     assert step([rows[2], rows[0], rows[3]]) == []
-    texts[0].pop()  # its last token was computed in vain
+    texts[0].pop()  # its last token was discarded
     assert step([rows[2], rows[0], rows[3]])
     assert len(set(sampler._slots.values())) == 3
 
@@ -211,7 +211,7 @@ def test_lines_of_rows_that_go_are_used_again() -> None:
     ids=["greedy", "top_p, top_k", "penalties", "mask"],
 )
 def test_a_draw_is_one_kernel_and_one_copy_of_ids(how: dict[str, Any], launches: int) -> None:
-    """And a copy of masks."""
+    """Also a copy of masks."""
     rows = [make_row([1, 2], seed=i, **how) for i in range(3)]
     sampler, counted = LaunchesOnly(CPU), Launches()
     logits = torch.randn(3, 40)

@@ -1,4 +1,4 @@
-"""Sampled tokens follow the exact distribution: chi-square, seeds fixed, so the outcome is always the same."""
+"""Sampled tokens follow the exact distribution: chi-square tests with fixed seeds."""
 
 from collections import Counter
 from typing import Any
@@ -17,7 +17,7 @@ DRAWS = 20_000
 
 
 def critical(freedom: int) -> float:
-    """99.9 % of chi-square values are below. Source: Wilson and Hilferty 1931."""
+    """Return the bound of 99.9 % of chi-square values. Source: Wilson and Hilferty 1931."""
     return freedom * (1 - 2 / (9 * freedom) + 3.0902 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
@@ -26,7 +26,7 @@ def assert_follows(found: Counter[int], probs: list[float]) -> None:
     assert all(probs[token] > 0 for token in found), "a token that has no probability"
     expected = [p * draws for p in probs if p > 0]
     counted = [found[token] for token, p in enumerate(probs) if p > 0]
-    rare = [i for i, number in enumerate(expected) if number < 5]  # pooled, as chi-square wants it
+    rare = [i for i, number in enumerate(expected) if number < 5]  # pooled, as chi-square requires
     pooled = [(counted[i], expected[i]) for i in range(len(expected)) if i not in rare]
     if sum(expected[i] for i in rare) >= 1:
         pooled.append((sum(counted[i] for i in rare), sum(expected[i] for i in rare)))
@@ -69,7 +69,7 @@ def test_positions_of_one_seed_are_as_random_as_seeds() -> None:
 
 
 def test_first_tokens_of_an_engine_follow_the_model(tiny: LoadedModel) -> None:
-    """The whole way: 3,000 requests and 3,000 branches of requests, each with a seed of its own."""
+    """3,000 requests and 3,000 branches, each with its own seed."""
     logits = logits_after(tiny, prompt(5))
     how = {"temperature": 3.0, "top_k": 20}
     singles = run(
@@ -91,7 +91,7 @@ def test_first_tokens_of_an_engine_follow_the_model(tiny: LoadedModel) -> None:
 
 
 def logits_after(tiny: LoadedModel, token_ids: list[int]) -> list[float]:
-    """The model's logits, but for a constant: a bias makes each token the answer once, and logprobs are raw."""
+    """Return the model's logits plus a constant, from raw logprobs: a bias makes each token the answer once."""
     found: dict[int, float] = {}
     engine = make_engine(tiny)
     for token in range(tiny.vocab_size):

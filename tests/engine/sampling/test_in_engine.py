@@ -47,7 +47,7 @@ VARIED: list[dict[str, Any]] = [
 
 
 class Cycle:
-    """Allows one token after another, from a list that starts anew; counts the accepted tokens."""
+    """Allows the tokens of a list in turn, repeatedly; counts the accepted tokens."""
 
     is_complete = False
     fault: str | None = None
@@ -120,7 +120,7 @@ def test_a_pool_too_small_and_small_chunks_change_nothing(tiny: LoadedModel) -> 
 
 @pytest.mark.parametrize("how", range(len(VARIED)))
 def test_a_stream_that_moves_goes_on_with_the_same_tokens(tiny: LoadedModel, how: int) -> None:
-    """Penalties and min_tokens know what is prompt and what was generated before."""
+    """Penalties and min_tokens distinguish the prompt from earlier output."""
     tokens = alone(tiny, prompt(21), varied(how))
     engine = make_engine(tiny)
     for made in {1, 7, len(tokens) - 1}:
@@ -154,7 +154,7 @@ def test_prefill_and_decode_apart_give_the_same_tokens(tiny: LoadedModel, lost: 
 
 
 def test_no_end_comes_before_min_tokens(tiny: LoadedModel) -> None:
-    """A bias makes the end of the text and a stop token the most probable tokens; they wait all the same."""
+    """A bias makes the end of the text and a stop token the most probable tokens."""
     ends = {"logit_bias": ((EOS, 90.0), (9, 100.0)), "stop_token_ids": (9,)}
     for temperature in (0.0, 1.0):
         for wanted in (0, 1, 2, 17):
@@ -173,7 +173,7 @@ def test_penalties_of_prompt_and_answer(tiny: LoadedModel) -> None:
     never_twice = alone(tiny, text, greedy(30, ignore_eos=True, presence_penalty=2, logit_bias=((20, 100.0),)))
     assert never_twice[0] == 20
     assert len(set(plain)) < 30
-    # the model's logits span less than 40: at such weights a token comes back only when every other has come
+    # logits span less than 40: at such weights a token repeats only after all others
     dense = [(token, 1.0) for token in range(VOCAB)]
     spread = greedy(60, ignore_eos=True, frequency_penalty=2, presence_penalty=2, logit_bias=tuple(dense))
     counts = np.bincount(alone(tiny, text, spread), minlength=VOCAB)
@@ -237,7 +237,7 @@ def test_a_mask_without_an_end_to_fall_back_on_still_gives_tokens() -> None:
 
 
 def log_softmax_of(tiny: LoadedModel, token_ids: list[int]) -> list[list[float]]:
-    """Log-probabilities of every position except the last, by transformers itself."""
+    """Return transformers' log-probabilities of every position except the last."""
     step = _Causal()
     with torch.inference_mode():
         output = tiny.module(
@@ -267,7 +267,7 @@ class _Causal:
     "how", [greedy(8, ignore_eos=True), SamplingParams(max_tokens=8, seed=2, ignore_eos=True, top_k=4)]
 )
 def test_logprobs_are_those_of_the_model(tiny: LoadedModel, length: int, how: SamplingParams) -> None:
-    """Also of a prompt that comes in chunks, that others have cached, and beside others."""
+    """Also in chunks, with prefix hits, and beside others."""
     engine = make_engine(tiny)
     run(engine, [EngineRequest("warm", prompt(length), greedy(1))])
     params = SamplingParams(

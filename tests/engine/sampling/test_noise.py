@@ -1,4 +1,4 @@
-"""Noise of tokens: as random as it must be, and the same everywhere."""
+"""Noise of tokens is random, and equal everywhere."""
 
 import math
 
@@ -31,7 +31,7 @@ def key_of(seed: int, position: int) -> int:
 
 
 def chi_square_of_pairs(left: np.ndarray, right: np.ndarray) -> float:
-    """Of words that should have nothing to do with each other, in 10 by 10 cells."""
+    """Return chi-square of pairs of independent words, in 10 by 10 cells."""
     cells = np.bincount((left * 10.0 / 2**32).astype(int) * 10 + (right * 10.0 / 2**32).astype(int), minlength=100)
     wanted = len(left) / 100
     return float(((cells - wanted) ** 2 / wanted).sum())
@@ -40,7 +40,7 @@ def chi_square_of_pairs(left: np.ndarray, right: np.ndarray) -> float:
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**31), st.integers(0, 2**20))
 @settings(max_examples=60, deadline=None)
 def test_noise_depends_on_seed_position_and_token_alone(seed: int, position: int, token: int) -> None:
-    """As in Python's own integers, alone and among others."""
+    """Equal to Python integers, alone and among others."""
     key = key_of(seed, position)
     assert int(keys(stream_starts([9, seed, -1]), [position + 1, position, 3])[1]) == key
     word = int(noise_words(key, np.array([token]))[0])
@@ -97,7 +97,7 @@ def test_noise_has_the_gumbel_distribution() -> None:
 
 
 def test_noise_is_right_to_its_last_bits_also_where_it_decides() -> None:
-    """The largest of 10^5 is of a word near 0, whose neighbours must not be one number."""
+    """The largest of 10^5 is of a word near 0, whose neighbours must differ."""
     edges = [np.arange(2000), 2**32 - 1 - np.arange(2000), 0x4AFB0CCC + np.arange(-500, 500), 2**31 + np.arange(-9, 9)]
     words = np.concatenate([*edges, np.random.default_rng(0).integers(0, 2**32, 100_000)]).astype(np.uint32)
     right = -np.log(-np.log1p(-(words.astype(np.float64) + 0.5) / 2**32))
@@ -120,7 +120,7 @@ def test_weights_are_exponentials_in_whole_numbers() -> None:
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 30.0])
 def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float) -> None:
-    """Beside the noise of every token; many tokens near, few, and equal ones."""
+    """Compared with the noise of every token; with many near, few near, and equal tokens."""
     logits = np.random.default_rng(1).normal(0, spread, 3000).astype(np.float32)
     logits[::7] = logits[3]
     distances, best = logits.max() - logits, int(logits.argmax())

@@ -14,7 +14,7 @@ from tests.engine.tiny_engine import VOCAB, greedy, load_tiny, make_engine, prom
 
 
 class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch ships it
-    """Notes how many rows of a whole vocabulary in float32 any operation gave."""
+    """Records the most rows of a vocabulary in float32 of any operation."""
 
     rows = 0
 
@@ -29,7 +29,7 @@ class Widest(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch sh
 
 @pytest.mark.parametrize("length", [50, 450])
 def test_the_vocabulary_is_widened_for_some_rows_at_a_time(tiny_dir: Path, length: int) -> None:
-    """All of a chunk's logits became float32 at once: 5 GB of 8,192 rows of a vocabulary of 152,000."""
+    """All of a chunk's logits became float32 at once: 5 GB for 8,192 rows of a vocabulary of 152,000."""
     engine = make_engine(load_tiny(tiny_dir, dtype="bfloat16"), dtype="bfloat16", max_step_tokens=512)
     with Widest() as widest:  # type: ignore[no-untyped-call]
         seen = run(engine, [EngineRequest("r", prompt(length), greedy(2, prompt_logprobs=2))])

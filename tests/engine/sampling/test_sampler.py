@@ -22,7 +22,7 @@ def draw(position: int, **params: float) -> Row:
 
 
 def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longer() -> None:
-    """Rows come, go and change places, as requests do; each is sampled as by a sampler that has never seen it."""
+    """Rows come, go and change places; each is sampled as by a new sampler."""
     chance = random.Random(0)
     ways: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -53,7 +53,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
 
 
 def test_a_text_may_outgrow_the_room_that_its_penalties_were_given() -> None:
-    """Every token of the vocabulary is drawn once, since each is forbidden afterwards; two rows take it in turns to be new."""
+    """Every token is drawn once, since it is then forbidden; two rows are new in turn."""
     sampler = engines_sampler()
     texts: list[list[int]] = [[1], [2]]
     rows = [make_row(text, temperature=0, presence_penalty=2.0, repetition_penalty=10) for text in texts]

@@ -1,4 +1,4 @@
-"""The interpreter takes launches and code that the compiler refuses, and says nothing of registers. This does."""
+"""Compiles the kernel: the interpreter accepts code that the compiler refuses, and has no registers."""
 
 import os
 import subprocess

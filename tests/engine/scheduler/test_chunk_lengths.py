@@ -38,7 +38,7 @@ def test_no_chunk_is_one_token_and_none_leaves_one(prompt_len: int, budgets: lis
 
 
 def watched(engine: EngineCore) -> list[Chunk]:
-    """What the engine computes from now on."""
+    """Record the chunks that the engine computes."""
     chunks: list[Chunk] = []
     launch = engine._runner.launch
 
@@ -51,7 +51,7 @@ def watched(engine: EngineCore) -> list[Chunk]:
 
 
 def lonely(chunks: Sequence[Chunk]) -> list[tuple[str, int, int]]:
-    """Single tokens of prompts that have more; answers are computed token by token."""
+    """Return chunks of single tokens of longer prompts."""
     return [
         (chunk.request.id, chunk.start, chunk.request.prompt_len)
         for chunk in chunks
@@ -60,7 +60,7 @@ def lonely(chunks: Sequence[Chunk]) -> list[tuple[str, int, int]]:
 
 
 def test_a_chunk_with_log_probabilities_is_short(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It had as many rows of logits as a step has tokens. No room is kept for them, and all streams of the step failed."""
+    """It had a row of logits for each token, without memory for them, and all streams of the step failed."""
     monkeypatch.setattr(scheduler, "MAX_LOGPROBS_CHUNK", 20)
     engine = make_engine(tiny, max_step_tokens=100)
     chunks = watched(engine)
@@ -95,7 +95,7 @@ def test_it_holds_beside_decodes_behind_prefix_hits_after_preemptions_and_for_br
         reserve_tokens=0,
         pipeline=draw.choice(["on", "off"]),
     )
-    if draw.random() < 0.5:  # as on a CPU
+    if draw.random() < 0.5:  # like on a CPU
         engine._chunk_limit = ChunkLimit(0.04)
     chunks = watched(engine)
     shared = prompt(160)

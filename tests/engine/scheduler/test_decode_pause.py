@@ -24,7 +24,7 @@ BUDGET = 24
 def test_no_running_decode_waits_for_more_than_one_chunk(
     tmp_path: Path, lengths: list[int], gaps: list[int], priorities: list[int]
 ) -> None:
-    """A request that has its first token gets one in every step, and a step computes at most a chunk of prompts beside them."""
+    """Each running request gets a token in every step, beside at most a chunk of prompts."""
     engine = make_mock(tmp_path, num_pages=400, max_running=12, max_step_tokens=BUDGET)
     running: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Which request is computed first, which is preempted when pages run out, and that no request starves."""
+"""The order of requests, the choice for preemption, and no starvation."""
 
 from math import inf
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_preempted_request_of_bad_priority_still_ends_under_a_stream_of_better
     seen = Seen()
     for i in range(5 * OVERTAKERS):
         engine.submit(request(f"rich{i}", 0, 17, 40))
-        for _ in range(16):  # they come a little faster than two at a time can go
+        for _ in range(16):  # slightly faster than two at a time
             seen.take(engine.step())
         if "poor" in seen.finish:
             break
@@ -98,8 +98,8 @@ def test_prompts_share_a_step_until_they_keep_a_device_busy(tmp_path: Path, spee
     assert [tokens for tokens in computed if tokens] == steps
 
 
-def test_a_long_prompt_that_is_being_computed_holds_nobody_up(tmp_path: Path) -> None:
-    """A short one waits for the step under way, and for the one launched behind it."""
+def test_a_long_prompt_that_is_being_computed_delays_no_short_one(tmp_path: Path) -> None:
+    """A short one waits for the step in flight and the next one."""
     engine = make_mock(tmp_path, num_pages=512, max_step_tokens=48)
     engine.submit(request("long", 0, 40 * 48))
     for _ in range(3):
@@ -119,8 +119,8 @@ def test_a_long_prompt_that_is_being_computed_holds_nobody_up(tmp_path: Path) ->
     assert steps < 42, "it goes on beside the short one's answer"
 
 
-def test_nobody_waits_for_pages_that_a_later_one_was_given(tmp_path: Path) -> None:
-    """Passing is for computing alone: decode gives pages first in, first out, and prefill holds them until decode has some."""
+def test_no_request_waits_for_pages_that_a_later_one_was_given(tmp_path: Path) -> None:
+    """Only computation is reordered: decode reserves pages first in, first out, and prefill holds its own until then."""
     engine = make_mock(tmp_path, num_pages=100, max_step_tokens=48, reserve_tokens=0)
     for name in ("first", "second"):
         engine.submit(EngineRequest(name, prompt(1000, start=len(name)), endless(1), Phase.PREFILL))
@@ -137,7 +137,7 @@ def test_nobody_waits_for_pages_that_a_later_one_was_given(tmp_path: Path) -> No
 
 
 def test_a_stream_of_short_prompts_passes_a_long_one_so_often_and_no_more(tmp_path: Path) -> None:
-    """Even where each step has no room for more than a short one."""
+    """Even if a step has room only for a short one."""
     engine = make_mock(tmp_path, num_pages=512, max_step_tokens=48, pack_tokens=16)
     engine.submit(request("long", 0, 8 * OVERTAKEN_TOKENS))
     engine.step()

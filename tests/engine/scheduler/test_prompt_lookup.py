@@ -1,4 +1,4 @@
-"""Drafts are what followed the same last tokens before, and as many as are likely enough to be right."""
+"""Drafts are the tokens that followed the same tokens before, as many as are likely enough."""
 
 import random
 
@@ -61,7 +61,7 @@ def test_each_draft_is_likely_enough_with_all_before_it() -> None:
 
 
 class Text:
-    """A text of three parts that repeat, in which the next token is a surprise with a given chance."""
+    """A text of three repeating parts, with random tokens of a given probability."""
 
     def __init__(self, surprise: float, most: int) -> None:
         self.tokens = [1, 2, 3, 1, 2, 3]
@@ -71,7 +71,7 @@ class Text:
         self.next = 1000
 
     def grow(self, steps: int, least_chance: float, most: int = 7) -> list[int]:
-        """Drafts of each step. Right ones save steps, as in the engine."""
+        """Return the drafts of each step. Right ones save steps, like in the engine."""
         counts = []
         for _ in range(steps):
             guessed = self.lookup.drafts(most, least_chance)
@@ -154,7 +154,7 @@ def test_a_predicted_answer_takes_an_eighth_of_the_steps() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        [*FILE[:40], 1, *FILE[41:]],  # one token is another
+        [*FILE[:40], 1, *FILE[41:]],  # a changed token
         [*FILE[:40], *FILE[50:]],  # some are missing
         [*FILE[:40], 1, 2, 3, *FILE[40:]],  # some are new
         [1, 2, 3, *FILE],
@@ -180,7 +180,7 @@ def test_a_place_behind_the_last_one_is_more_likely() -> None:
 
 
 def test_a_wrong_prediction_is_given_up() -> None:
-    """The first token of each guess is wrong, so its chance sinks."""
+    """The first token of each draft is wrong, so its estimated chance sinks."""
     tokens = [*PROMPT, 1]
     lookup = PromptLookup(7, tokens, [1, 2] * 30)
     counts = []

@@ -57,7 +57,7 @@ def test_the_curve_fits_a_real_machine(measured: dict[int, float]) -> None:
 
 
 def test_on_one_core_the_last_places_of_a_step_need_more_certainty_than_drafts_have() -> None:
-    """Eleven rows take so much longer than six that nearly certain tokens would delay the other requests for nothing."""
+    """Eleven rows take much longer than six: even nearly certain tokens would delay other requests."""
     cost = learned([(rows, ms / 1000) for rows, ms in ONE_CORE.items()] * 8)
     assert cost.least_chance(6, 6, 1) < 0.9
     assert cost.least_chance(6, 10, 1) == 1.0

@@ -65,8 +65,8 @@ def test_who_needs_only_pages_does_not_wait_for_prompts_to_be_computed(tiny: Loa
     assert (output.stats.num_running, output.stats.num_waiting) == (1, 4), "nobody else is given pages before its turn"
 
 
-def test_who_needs_only_pages_leaves_those_that_prompts_before_it_will_need(tiny: LoadedModel) -> None:
-    """Three pages for each prompt, with what is to come."""
+def test_a_request_that_needs_only_pages_leaves_those_that_prompts_before_it_will_need(tiny: LoadedModel) -> None:
+    """Each prompt needs three pages, with its answer."""
     engine = make_engine(tiny, num_pages=9, reserve_tokens=16, max_running=8, max_step_tokens=10, pack_tokens=5)
     for i in range(3):
         engine.submit(EngineRequest(f"f{i}", prompt(30, start=i), endless(9)))
@@ -178,7 +178,7 @@ def test_prefix_hits_are_counted(engine: EngineCore) -> None:
 
 
 def test_a_prompt_preempted_before_its_first_token_is_no_prefix_hit_of_itself(tiny: LoadedModel) -> None:
-    """Usage and metrics counted as cached the pages that the request had computed before it was preempted."""
+    """Usage and metrics counted the pages that the request had computed itself as cached."""
     engine = make_engine(tiny, num_pages=8, reserve_tokens=0, max_step_tokens=24)
     seen = run(
         engine,

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Takes the place of torch's process group."""
+    """Replaces torch's process group."""
 
     def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""What a rank reads of a model: each weight once over all ranks, KV heads where they are needed, nothing else."""
+"""The part of a model that a rank reads: each weight once over all ranks, and its KV heads."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_sinks_go_with_their_heads_and_experts_are_divided(tmp_path: Path, load_
 
 
 class Counted:
-    """`safe_open`, with a count of the bytes that are read."""
+    """`safe_open` that counts the bytes read."""
 
     def __init__(self, path: Path, framework: str) -> None:
         self._file: Any = safe_open(path, framework)

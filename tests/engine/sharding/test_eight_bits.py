@@ -1,4 +1,4 @@
-"""Weights in 8-bit floats and integers give the matrices that they stand for, whole and on ranks."""
+"""Weights in 8-bit floats and integers give the right matrices, whole and on ranks."""
 
 import json
 from collections.abc import Callable
@@ -127,7 +127,7 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe"])
 def test_weights_are_those_that_transformers_unpacks(tmp_path: Path, family: str) -> None:
-    """With blocks that divide the matrices: transformers takes no others."""
+    """With blocks that divide the matrices, as transformers requires."""
     block = [32, 32]
     quantization = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
     save_quantised(tmp_path, family, quantization, "_scale_inv", lambda _matrix: block)

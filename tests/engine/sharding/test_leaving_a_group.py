@@ -1,4 +1,4 @@
-"""How a process leaves the group of its ranks, with a stand-in for NCCL, which a CPU does not have."""
+"""How a process leaves the group of its ranks, with a stand-in for NCCL."""
 
 import threading
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from tests.engine.tiny_engine import load_tiny, prompt
 
 
 def save_packed(directory: Path) -> Path:
-    """A checkpoint as gpt-oss is published: random blocks and scales in place of the experts' matrices."""
+    """Save a checkpoint like gpt-oss's: random blocks and scales instead of the experts' matrices."""
     save_model(directory, FAMILIES["gpt-oss"]())
     chance = torch.Generator().manual_seed(7)
     weights = load_file(directory / "model.safetensors")
@@ -44,7 +44,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_number_is_its_sign_exponent_and_fraction_times_the_scale_of_its_group() -> None:
-    """Against E2M1 by its definition: exponents with a bias of one, subnormals of a half."""
+    """E2M1 by definition: exponents with a bias of one, subnormals of a half."""
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 8, 2, 16)
     scales = torch.tensor([[[1, 20], [127, 128], [129, 254], [100, 60]] * 2], dtype=torch.uint8)
     decoded = decode(blocks, scales)

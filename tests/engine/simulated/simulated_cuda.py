@@ -46,7 +46,7 @@ class _Event:
         self._position, self._asked = RUNNING[-1].enqueued, False
 
     def query(self) -> bool:
-        """False when asked first: the device is always late."""
+        """False at the first call: the device is always late."""
         asked, self._asked = self._asked, True
         if asked:
             self.synchronize()
@@ -89,7 +89,7 @@ def _synchronize(_device: object = None) -> None:
 
 
 def _as_tensor(data: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Take memory of the device by its address, too."""
+    """Accept also memory of the device by its address."""
     described = None if isinstance(data, torch.Tensor) else getattr(data, "__cuda_array_interface__", None)
     if described is None:
         return AS_TENSOR(data, *args, **options)

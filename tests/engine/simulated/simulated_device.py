@@ -1,7 +1,7 @@
 """A CUDA device made of main memory, for tests of the engine's device code where there is no GPU.
 
-Tensors on it compute on the CPU, and torch takes them for tensors of a GPU. The device refuses what a GPU refuses,
-and does late what a GPU does late:
+Its tensors compute on the CPU, but torch treats them as tensors of a GPU. Like a GPU, it refuses some operations and
+ends others late:
 
 - operations with tensors in main memory and on the device are refused;
 - copies in both directions end when the host waits: until then a copy to the host has undefined values, and pinned
@@ -27,7 +27,7 @@ from tests.engine.simulated.recorded_graph import UNDEFINED, RecordedGraph
 
 KEPT_PINNED: Final = 4096  # tensors; pinned memory is known by its address
 aten: Final = torch.ops.aten
-COMPOSED: Final = {  # of copies, and of questions for a tensor's device
+COMPOSED: Final = {  # copies, and queries of a tensor's device
     *(aten.to.device, aten.to.dtype, aten.to.dtype_layout, aten.to.other, aten.to.prim_Device),
     *(aten.item.default, aten.is_nonzero.default, aten.type_as.default),
 }
@@ -44,7 +44,7 @@ RUN_KERNEL: Final = InterpretedFunction.run
 
 
 class SimulationError(AssertionError):
-    """A GPU would refuse this, or compute something else."""
+    """A GPU would refuse this, or return another result."""
 
 
 class DeviceTensor(torch.Tensor):
@@ -76,7 +76,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class _Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch ships it
-    """Sees operations without a tensor of the device, such as those that make one."""
+    """Intercepts operations without a tensor of the device, such as those that make one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return RUNNING[-1].dispatch(func, args, kwargs or {})
@@ -84,7 +84,7 @@ class _Dispatching(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as to
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Enqueued, and not known to have ended."""
+    """An enqueued copy that may not have ended."""
 
     host: torch.Tensor
     values: torch.Tensor
@@ -250,7 +250,7 @@ class SimulatedDevice:
         return target.copy_(values)
 
     def _read(self, source: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        """The values that a copy between device and host finds in `source`."""
+        """Return the values of `source` for a copy between device and host."""
         if self._graph() is not None:
             raise SimulationError("a graph copies between device and main memory")
         values = host_of(source).clone()

@@ -1,4 +1,4 @@
-"""What the simulated device refuses, and what it does late."""
+"""Refused operations and late effects of the simulated device."""
 
 from collections.abc import Callable, Iterator
 
