@@ -1,4 +1,4 @@
-"""Figures of a benchmark, run as users run it."""
+"""Figures of a benchmark, run like users run it."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from tests.waiting import PATIENCE_S
 
 
 def figures_of(module: str, *options: str) -> list[dict[str, Any]]:
-    """The JSON lines that `python -m module` prints."""
+    """Return the JSON lines of `python -m module`."""
     command = [sys.executable, "-m", module, *options]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

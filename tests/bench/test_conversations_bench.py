@@ -1,4 +1,4 @@
-"""bench.conversations: what is asked, in which order, and what is made of what workers counted."""
+"""bench.conversations: its requests, their order, and its figures from workers' counters."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def test_conversations_share_what_is_asked_for_and_nothing_else() -> None:
 
 @dataclass
 class Endpoint:
-    """A chat server whose answers name what they answer; a turn that says `fail` is refused."""
+    """A chat server whose answers name the request; a turn `fail` is refused."""
 
     url: str
     bodies: list[dict[str, Any]] = field(default_factory=list)

@@ -43,7 +43,7 @@ def stream(tokens: int) -> bytes:
 
 @asynccontextmanager
 async def answering(answer: bytes, piece: int) -> AsyncIterator[int]:
-    """A server that gives every request the same answer, in pieces of so many bytes."""
+    """Serve the same answer to every request, in pieces of `piece` bytes."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(asyncio.IncompleteReadError):  # the client has closed
@@ -86,7 +86,7 @@ def test_a_stream_ends_with_its_last_bytes_however_they_come(piece: int) -> None
 
 def test_an_answer_of_another_length_fails_and_its_end_is_told() -> None:
     run = load(stream(2))
-    assert (run.failed, run.ttft_s) == (CLIENTS, [])  # both clients ask no more
+    assert (run.failed, run.ttft_s) == (CLIENTS, [])  # both clients stop
     assert '"completion_tokens":2' in run.last_words
 
 
@@ -130,7 +130,7 @@ def test_targets_are_judged_against_the_peer_that_does_not_wait() -> None:
     assert (stock["req_s"], nodelay["req_s"]) == (2.0, 1.75)
     assert not [name for name in stock if name.startswith("met_")]
     assert (nodelay["met_req_s"], nodelay["met_kvmesh_req_s"], nodelay["kvmesh_req_s"]) == (True, True, 1400)
-    assert "met_ttft_ms_p50" not in nodelay  # that is asked of one client alone
+    assert "met_ttft_ms_p50" not in nodelay  # a target only for one client
     assert nodelay["servers_cpu_s_per_1k_tokens"] == 1.0
 
 

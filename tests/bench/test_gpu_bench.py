@@ -87,7 +87,7 @@ class IdleBench:
 
 
 def test_engines_of_one_and_two_ranks_never_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one was alive while the second one measured its memory, and its compiled kernels were already deleted."""
+    """The first one was alive while the second one measured its memory."""
     made: list[weakref.ref[IdleEngine]] = []
     homes: list[Path] = []
 
@@ -148,7 +148,7 @@ def test_each_target_is_met_missed_or_not_measured(capsys: pytest.CaptureFixture
 
 
 def test_lines_of_the_engine_are_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    """The reason why a model is not compiled was lost: its figures looked like those of a compiled one."""
+    """The reason why a model was not compiled was lost."""
     log = logging.getLogger("engine.compilation.device")
     with engine_lines():
         logging.getLogger("engine.parts").info("the device's memory is divided", extra={"weights_gb": 8.05, "pages": 7})

@@ -1,4 +1,4 @@
-"""bench.serve against a server that answers at known times: what it sends, what it tells, how it fails."""
+"""bench.serve with a server that answers at known times: its requests, figures and errors."""
 
 import asyncio
 import json
@@ -90,7 +90,7 @@ def serve(*args: str) -> subprocess.CompletedProcess[str]:
     [(0, 0.5, 0), (1, 0.99, 1), (2, 0.5, 1), (6, 0.5, 3), (10, 0.9, 9), (100, 0.99, 99)],
 )
 def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(count: int, quantile: float, wanted: int) -> None:
-    """The p90 of ten was the largest, and the median of six the fourth."""
+    """The p90 of ten was the largest, the median of six the fourth."""
     assert quantile_ms([number / 1000 for number in range(count, 0, -1)], quantile) == wanted
 
 
@@ -166,7 +166,7 @@ def test_a_rate_of_requests_and_a_trace(endpoint: Endpoint, tmp_path: Path) -> N
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
-def test_the_table_says_what_was_measured() -> None:
+def test_the_table_has_the_figures() -> None:
     """Two answers: of 3 tokens in the first second, and of 4, three of them in the third."""
     run = Run(ttft_s=[0.1, 0.3], tpot_s=[0.1, 0.2], itl_s=[0.1, 0.1, 0.2], e2e_s=[0.3, 0.9], prompt_tokens=40)
     run.output_tokens, run.duration_s, run.peak_in_flight, run.cut_off = 7, 4.0, 2, 1
@@ -193,8 +193,8 @@ def test_the_table_says_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_load_that_is_ended_tells_what_it_has_measured(endpoint: Endpoint, number: signal.Signals) -> None:
-    """Three minutes of a load were lost: it printed nothing when it was ended."""
+def test_an_interrupted_load_prints_its_figures(endpoint: Endpoint, number: signal.Signals) -> None:
+    """An interrupted load printed nothing."""
     args = ["--concurrency", "2", "--requests", "500", "--output-len", "5", "--warmup", "0"]
     command = [sys.executable, "-m", "bench.serve", "--url", endpoint.url, *args, "--concurrency", "4"]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""What bench.long_prompts sends, and what it tells of a load."""
+"""The requests and figures of bench.long_prompts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The bench of evicted pages runs, its answers are equal, and pages come back where they are kept."""
+"""The bench of evicted pages runs with equal answers, and restores kept pages."""
 
 from pathlib import Path
 

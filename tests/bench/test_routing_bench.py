@@ -1,4 +1,4 @@
-"""bench.routing says what it measured, of both kinds of index."""
+"""bench.routing prints figures of both kinds of index."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Simulated fleets: against closed forms and counts by hand, under failures, and each policy's weak spots bounded."""
+"""Simulated fleets: closed forms, counts by hand, failures, and bounds of each policy."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def simulated(
 
 
 def steady(count: int, gap_s: float, prompt: int = 512, output: int = 16) -> list[Request]:
-    """Requests that have nothing in common."""
+    """Make requests that share nothing."""
     return [Request(n, n * gap_s, prompt, output, []) for n in range(count)]
 
 
@@ -76,8 +76,8 @@ def test_one_queue_waits_as_long_as_m_d_1(load: float) -> None:
     assert waited_s == pytest.approx(service_s * load / (2 * (1 - load)), rel=0.06)
 
 
-def test_littles_law_holds_for_what_heartbeats_see() -> None:
-    """Requests seen at equally spaced moments are, on average, arrivals a second times seconds each stays."""
+def test_littles_law_holds_for_heartbeats() -> None:
+    """The mean number of requests is arrivals a second times seconds of each."""
     fleet = Fleet(Setup(3, 2, ENGINE), shared_prefixes(1, 3000, 20.0, 10, 1.0, LENGTHS), policy("least_load"))
     seen: list[int] = []
 
@@ -93,7 +93,7 @@ def test_littles_law_holds_for_what_heartbeats_see() -> None:
 
 
 def test_hits_of_endless_caches_are_what_a_count_by_hand_finds() -> None:
-    requests = list(conversations(5, 400, 0.02, 6.0, 300.0, LENGTHS))  # so slowly that one is over before the next
+    requests = list(conversations(5, 400, 0.02, 6.0, 300.0, LENGTHS))  # so slowly that each ends before the next
     known: set[bytes] = set()
     found = 0
     for request in requests:
@@ -157,7 +157,7 @@ def test_failures_lose_no_request_and_no_page(prefill: int, name: PolicyName) ->
 
 
 def test_a_prompt_that_waits_for_a_lost_decode_gives_its_pages_back() -> None:
-    """The second one is computed while decode has no page for it; then decode is gone, and it is computed again."""
+    """The second one is computed while decode has no page for it; then decode dies, and it is computed again."""
     setup = Setup(1, 1, replace(ENGINE, num_pages=20), prefill_engine=ENGINE)
     requests = [Request(n, 0.0, 640, 500, []) for n in range(2)]
     fleet, measured = simulated(setup, requests, incidents=[Incident(0.2, "crash"), Incident(1.0, "add")])
@@ -181,7 +181,7 @@ def test_without_anybody_requests_wait_for_who_comes() -> None:
     check_empty(fleet)
 
 
-def test_decode_computes_what_little_is_left_behind_its_own_prefix_hit() -> None:
+def test_decode_computes_the_few_tokens_after_its_own_prefix_hit() -> None:
     """Two prompts of 2,048 tokens and 10 more: prefill computes the first, decode the rest of the second."""
     blocks = [bytes([i]) * 16 for i in range(32)]
     twice = [Request(n, 5.0 * n, 2058, 4, blocks) for n in range(2)]
@@ -193,8 +193,8 @@ def test_decode_computes_what_little_is_left_behind_its_own_prefix_hit() -> None
     assert (fleet.prefills.workers[0].prompt_tokens, fleet.decodes.workers[0].prompt_tokens) == (4160, 0)
 
 
-def test_who_drains_while_its_last_kv_moves_has_sent_it() -> None:
-    """It left as soon as all was sent, and the request was taken for one that its prefill worker had lost."""
+def test_a_worker_that_drains_while_its_last_kv_moves_has_sent_it() -> None:
+    """It left when all was sent, and the request counted as lost."""
     setup = Setup(1, 1, ENGINE, link=Link(bytes_per_s=1e7))
     fleet = Fleet(setup, steady(1, 1.0), policy("least_load"), None, [Incident(0.3, "drain", "prefill", 0)])
     measured = fleet.run(until_s=60.0)
@@ -216,7 +216,7 @@ def test_who_drains_gets_nothing_new_and_goes_when_it_is_done() -> None:
 
 
 def test_workers_that_come_take_their_part_and_shorten_the_queue() -> None:
-    """Three times the prompts that one worker can compute: with three more, and the last wait like the first ones."""
+    """With three times the prompts of one worker, and three workers added, the last prompts wait like the first."""
     gap_s = 512 * FAST.prompt_token_s / 10 / 3
     crowd, helped = steady(4000, gap_s, output=1), steady(4000, gap_s, output=1)
     simulated(Setup(1, engine=ENGINE), crowd)
@@ -239,7 +239,7 @@ def hot(count: int, rate: float) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", ["kv_aware", "cache_aware", "prefix_hash"])
-def test_a_hot_prefix_is_cached_by_many_and_crowds_nobody(name: PolicyName) -> None:
+def test_a_hot_prefix_is_cached_by_many_and_overloads_no_worker(name: PolicyName) -> None:
     """One worker computes 280 such questions a second; 700 come."""
     fleet, measured = simulated(Setup(8, engine=ENGINE), hot(3000, 700.0), name)
     assert measured.figures()["cache_hit"] > 0.95
@@ -247,16 +247,16 @@ def test_a_hot_prefix_is_cached_by_many_and_crowds_nobody(name: PolicyName) -> N
     assert measured.figures()["ttft_ms_p99"] < 1000, "the prefix is computed once everywhere"
 
 
-def test_a_hot_prefix_crowds_one_worker_where_only_the_cache_counts() -> None:
-    """The control of the test above: without load and spilling, one is buried and the rest have nothing to do."""
+def test_a_hot_prefix_overloads_one_worker_where_only_the_cache_counts() -> None:
+    """So the test above can fail: if only the cache counts, one is overloaded and the rest are idle."""
     weights = KvWeights(queued=0, request=0, spill=1e9)
     fleet = Fleet(Setup(8, engine=ENGINE), hot(3000, 700.0), lambda rng: KvAware(rng, weights))
     assert fleet.run().figures()["ttft_ms_p99"] > 3000
     assert max(computed(fleet)) > 5 * statistics.fmean(computed(fleet))
 
 
-def test_a_herd_is_spread_evenly_before_any_heartbeat_tells_of_it() -> None:
-    """400 at the same moment for 40 idle workers: the router's own unanswered requests are all that it can know."""
+def test_a_herd_is_spread_evenly_before_any_heartbeat_reports_it() -> None:
+    """400 requests at once for 40 idle workers: the router only knows its own requests."""
     requests = [Request(n, 1.0, 512, 4, []) for n in range(400)]
     for name, bound in (("least_load", 1), ("kv_aware", 1), ("power_of_two", 5)):
         fleet, measured = simulated(Setup(40, engine=ENGINE), requests, name)
@@ -266,7 +266,7 @@ def test_a_herd_is_spread_evenly_before_any_heartbeat_tells_of_it() -> None:
 
 
 def test_a_herd_of_many_routers_is_bounded_where_two_are_drawn() -> None:
-    """Each of 40 routers has ten requests and knows nothing of the others': at random none gets all that come."""
+    """Each of 40 routers has ten requests, and knows only its own."""
     requests = [Request(n, 1.0, 512, 4, []) for n in range(400)]
     for name in ("least_load", "power_of_two", "kv_aware"):
         fleet, _ = simulated(Setup(40, engine=ENGINE, decode_routers=40), requests, name)
@@ -300,7 +300,7 @@ def test_a_flapping_worker_costs_only_what_it_had() -> None:
 
 
 @pytest.mark.parametrize("name", ["kv_aware", "least_load", "power_of_two"])
-def test_a_worker_that_says_it_has_nothing_to_do_is_not_buried(name: PolicyName) -> None:
+def test_a_worker_that_reports_no_load_is_not_overloaded(name: PolicyName) -> None:
     """Its heartbeats report no load, in a fleet that is 70 % busy. Requests that it has not reported still count."""
     lie = [Incident(0.0, "lie", "decode", 0, 0.0)]
     fleet, measured = simulated(Setup(8, engine=ENGINE), steady(3000, 0.0045, output=4), name, lie)
@@ -325,7 +325,7 @@ LARGE = Setup(96, 96, ENGINE, decode_routers=4, prefill_routers=16, seed=3)
 
 
 def large(setup: Setup, load: str, incidents: Sequence[Incident] = ()) -> tuple[Fleet, Measured]:
-    """A load over a fleet whose decode workers may ask prefill workers, instead of following them."""
+    """Run a load on a fleet whose decode workers may query prefill workers, instead of following them."""
     lengths = Lengths(prefix=256, question=512, answer=32, block=64)
     traffic = (
         conversations(3, 3000, 150.0, 5.0, 4.0, lengths)
@@ -337,8 +337,8 @@ def large(setup: Setup, load: str, incidents: Sequence[Incident] = ()) -> tuple[
 
 
 @pytest.mark.parametrize("load", ["conversations", "shared prefixes"])
-def test_asking_a_few_prefill_workers_is_as_good_as_following_all_of_them(load: str) -> None:
-    """Within 3 % in cached tokens and in TTFT, for few questions a prompt."""
+def test_querying_a_few_prefill_workers_is_as_good_as_following_all_of_them(load: str) -> None:
+    """Within 3 % in cached tokens and in TTFT, with few queries a prompt."""
     followed, asked = large(LARGE, load)[1].figures(), large(with_queries(LARGE), load)[1].figures()
     assert asked["cache_hit"] >= 0.97 * followed["cache_hit"]
     for figure in ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"):
@@ -526,7 +526,7 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
 def test_wrong_options_are_refused_in_a_line(
     options: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command ended with a traceback, for a picture's folder even after all runs."""
+    """The command ended with a traceback, for a plot's folder even after all runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "empty").touch()

@@ -1,4 +1,4 @@
-"""A simulated fleet that the planner sizes, beside fixed ones on the same traffic."""
+"""A simulated fleet of the planner, compared with fixed ones on the same traffic."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def least_load(role: WorkerRole) -> MakePolicy:
 
 
 def day(seed: int, count: int) -> Iterator[Request]:
-    """2.5 requests a second on average, 4.5 at noon and 0.5 at night; a day has an hour."""
+    """Yield 2.5 requests a second on average, 4.5 at noon and 0.5 at night; a day has an hour."""
     draw = Random(seed)
     times = poisson_times_s(draw, 2.5)
     level = (Request(n, next(times), lognormal(draw, 1600, 0.6), lognormal(draw, 300, 0.6), []) for n in range(count))
@@ -51,7 +51,7 @@ def fleet_of(prefill: int, decode: int, seed: int, count: int, incidents: tuple[
 
 
 def figures(measured: Measured) -> tuple[float, float]:
-    """Share of requests that keep the SLO, worker-seconds."""
+    """Return the share of requests that keep the SLO, and worker-seconds."""
     told = measured.figures()
     return told["slo"], told["worker_s"]
 
@@ -67,7 +67,7 @@ def test_a_swinging_rate_is_that_much_higher_and_lower_and_loses_nobody() -> Non
 
 
 def test_the_planner_keeps_the_slo_of_a_large_fleet_with_fewer_worker_seconds() -> None:
-    """6 + 4 workers are made for noon. 4 + 3 would cost what the planner's do, and be late for every sixth request."""
+    """6 + 4 workers are for noon. 4 + 3 cost as much as the planner's, but miss the SLO of every sixth request."""
     count = 9000
     large, large_s = figures(fleet_of(6, 4, 1, count).run())
     fleet = fleet_of(3, 2, 1, count)
@@ -82,8 +82,8 @@ def test_the_planner_keeps_the_slo_of_a_large_fleet_with_fewer_worker_seconds() 
     assert all(later - sooner >= PLAN.pace.every_s for sooner, later in pairwise(orders))
 
 
-def test_workers_that_crash_are_not_taken_for_workers_that_are_not_needed() -> None:
-    """Two prefill workers die, and are not started again: the planner waits for them, and removes no worker."""
+def test_crashed_workers_do_not_count_as_unneeded() -> None:
+    """Two prefill workers die and are not restarted: the planner waits, and removes no worker."""
     fleet = fleet_of(4, 2, 2, 900, (Incident(100.0, "crash", "prefill", 0), Incident(101.0, "crash", "prefill", 1)))
     planned = PlannedFleet(fleet, PLAN)
     fleet.run()
@@ -92,7 +92,7 @@ def test_workers_that_crash_are_not_taken_for_workers_that_are_not_needed() -> N
 
 
 def test_a_time_is_in_the_first_bucket_whose_bound_is_no_less() -> None:
-    """0.5 s counted as 0.472 s, and the planner of a simulation missed targets by as much."""
+    """0.5 s counted as 0.472 s, so a simulated planner missed targets by as much."""
     for place in range(-100, 100):
         found = _histogram(Counter({place: 1}), 1.0)
         bound = next(bound for bound, count in zip(found.bounds, found.counts, strict=True) if count)
@@ -118,7 +118,7 @@ def test_the_command_line_shows_a_planned_fleet_beside_fixed_ones() -> None:
 
 
 def test_a_planned_fleet_keeps_to_its_devices() -> None:
-    """Four would be ordered at noon."""
+    """Without the limit it would add four at noon."""
     setup = Setup(1, 1, ENGINE, prefill_engine=replace(ENGINE, devices=2), slo=SLO)
     fleet = Fleet(setup, day(3, 3000), least_load("decode"), least_load("prefill"))
     planned = PlannedFleet(fleet, replace(PLAN, most_devices=6))

@@ -1,4 +1,4 @@
-"""One simulated worker: schedules worked out by hand, and a model that takes every step by itself."""
+"""A simulated worker: schedules by hand, and a model that takes single steps."""
 
 import random
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ class Diary:
 
 
 def work(engine: Engine, requests: list[Request]) -> tuple[Worker, Diary]:
-    """Let one worker do these to the end."""
+    """Let one worker complete the requests."""
     clock = Clock()
     diary = Diary(clock)
     worker = Worker("w", engine, clock, diary)
@@ -59,7 +59,7 @@ def work(engine: Engine, requests: list[Request]) -> tuple[Worker, Diary]:
 
 
 def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float], dict[int, float]]:
-    """When each request has its first and its last token, by a loop over steps and requests."""
+    """Return the times of first and last tokens, by a loop over steps and requests."""
     now_s = 0.0
     first_s: dict[int, float] = {}
     last_s: dict[int, float] = {}
@@ -111,7 +111,7 @@ def stepwise(engine: Engine, requests: list[Request]) -> tuple[dict[int, float],
 
 
 def test_a_schedule_by_hand() -> None:
-    """Budget 4: prompt of 10 in 4, 4, 2; two decodes; a second one of 4 joins behind the step under way: 2, then 2."""
+    """Budget 4: a prompt of 10 takes 4, 4, 2, then two decodes; then another of 4 joins with 2, then 2."""
     engine = Engine(COST, max_step_tokens=4)
     worker, diary = work(engine, [Request(0, 0.0, 10, 3, []), Request(1, 4.5, 4, 1, [])])
     assert diary.first_s == pytest.approx({0: 1.4 + 1.4 + 1.2, 1: 4.0 + 1.61 + (1.62 + 0.2) + 1.2})

@@ -1,4 +1,4 @@
-"""The bench of speculative decoding runs, and its answers are equal."""
+"""The bench of speculative decoding runs, with equal answers."""
 
 from pathlib import Path
 

@@ -30,7 +30,7 @@ SECRETS = {
     "MESH_OTLP_ENDPOINT": f"http://user:{SECRET}@collector:4318",
 }
 FAULTS = [
-    {"MESH_FRONTEND_TLS_CERT": "cert.pem"},  # of the settings as a whole
+    {"MESH_FRONTEND_TLS_CERT": "cert.pem"},  # an error of several settings together
     {"MESH_FRONTEND_PORT": SECRET},
     {"MESH_LEASE_TTL_S": SECRET},
     {"MESH_LOG_LEVEL": SECRET},
@@ -104,7 +104,7 @@ def test_a_frontend_that_does_not_start_prints_no_secret(tmp_path: Path) -> None
     "keys", [f"{SECRET}!:alice", f"a:{SECRET},a:{SECRET}2", f"{SECRET}:x,{SECRET}:y", f"a:{SECRET} b"]
 )
 def test_keys_that_cannot_be_used_are_not_quoted(keys: str) -> None:
-    """A key before the colon was taken for a name, and quoted."""
+    """A key before the colon counted as a name, and was quoted."""
     with pytest.raises(BadKeys, match=r"key [12]") as raised:
         parse_list(keys)
     assert SECRET not in str(raised.value)

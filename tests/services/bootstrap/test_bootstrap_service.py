@@ -26,7 +26,7 @@ class Replica:
         self.bus.serve("ns.prefill.p", [Endpoint("pages", PagesOffered, self.take)])
 
     async def take(self, offered: PagesOffered) -> RoomOk:
-        """Prefill gets decode's pages."""
+        """Receive decode's pages, as prefill."""
         if self.refusal is not None:
             raise self.refusal
         return RoomOk(room=offered.room)
@@ -132,10 +132,10 @@ async def test_prefill_that_refuses_after_it_has_closed_the_room_is_not_reported
 async def test_decode_is_told_at_once_when_prefill_does_not_take_its_pages(
     replica: Replica, refusal: MeshError | None
 ) -> None:
-    """The offer was published without an answer, so a lost message cost a transfer's whole time."""
+    """The offer was published without an answer, so a lost message cost a transfer's time limit."""
     replica.refusal = refusal
     if refusal is None:
-        replica.bus.handlers.clear()  # nobody listens
+        replica.bus.handlers.clear()  # no listener
     await replica.open()
     await turns()
     error = "NobodyListens" if refusal is None else type(refusal).__name__

@@ -1,4 +1,4 @@
-"""What happens to a room, in every order and a few turns of the event loop apart: it ends once, and decode hears once."""
+"""Events of a room, in every order and a few turns of the event loop apart: it ends once, with one report to decode."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""An engine loop whose engine does nothing but remember: the test says what a step brought."""
+"""An engine loop whose engine only records calls; the test makes the steps' outputs."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT
 
 @dataclass
 class FakeEngine:
-    """See `engine.ports.Engine`."""
+    """Replaces `engine.ports.Engine`."""
 
     kv_region: KvRegion = field(default_factory=lambda: KvRegion(0, 100, LAYOUT, "cpu"))
     max_context: int = 1000
     adapters: dict[str, str] = field(default_factory=dict)
-    prefix: int = 0  # what peek_prefix finds
+    prefix: int = 0  # returned by peek_prefix
     refusal: Exception | None = None  # raised by submit
-    delivered: Exception | list[TokenOutput] = field(default_factory=list)  # what deliver does
+    delivered: Exception | list[TokenOutput] = field(default_factory=list)  # raised or returned by deliver
     did: list[tuple[Any, ...]] = field(default_factory=list)
     submitted: dict[str, EngineRequest] = field(default_factory=dict)
 
@@ -81,12 +81,12 @@ class FakeEngineLoop:
         self.callbacks.append(callback)
 
     def step(self, **output: Any) -> None:
-        """A step brought this."""
+        """Emit the output of a step."""
         for callback in self.callbacks:
             callback(StepOutput(**output))
 
     def did(self, what: str) -> list[str]:
-        """Ids of the requests to which this was done."""
+        """Return the ids of requests with this call."""
         return [entry[1] for entry in self.engine.did if entry[0] == what]
 
     def _run(self, call: Callable[[Any], Any], future: asyncio.Future[Any]) -> None:

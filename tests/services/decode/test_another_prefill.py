@@ -86,7 +86,7 @@ class Mesh:
         await self.decode.ask()
 
     async def land(self) -> None:
-        """The instance that was asked last writes everything."""
+        """Let the instance with the last prompt write everything."""
         offer, (_, asked) = self.prefills.offered[-1], self.prefills.asked[-1]
         self.decode.transfer.land(offer.room, offer.aux_slot, AuxRecord(asked.stamp, len(PAGES), 42, 0))
         await turns()
@@ -111,7 +111,7 @@ async def open_decode() -> AsyncIterator[Mesh]:
 
 @pytest.fixture(autouse=True)
 def waits_end_where_a_test_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is to end a wait comes a few turns of the loop later: on a busy machine the limit came first."""
+    """Lengthen time limits, which on a busy machine expired before the awaited event."""
     for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.CONFIRM_NOT_WRITING_S"):
         monkeypatch.setattr(f"services.decode.{name}", 1000.0)
     monkeypatch.setattr("services.decode.remote_prefill.REFUSAL_TIMEOUT_S", 1000.0)
@@ -193,7 +193,7 @@ async def test_a_prompt_is_computed_here_if_the_instance_that_refused_does_not_c
 
 
 async def refused_room(mesh: Mesh) -> None:
-    """A leaving instance refuses the pages; its refusal of the prompt is still under way."""
+    """A leaving instance refuses the pages, before its refusal of the prompt arrives."""
     mesh.prefills.answers.clear()
     await mesh.ask(REFUSED)
     await mesh.decode.reserve()

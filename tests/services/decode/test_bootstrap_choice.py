@@ -1,4 +1,4 @@
-"""Which bootstrap replica is asked, by a clock that jumps."""
+"""The choice of a bootstrap replica, with a virtual clock."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -25,7 +25,7 @@ NEVER = float("inf")
 
 
 class Replicas:
-    """How long each takes to answer, and with what; and who was asked."""
+    """The delay and answer of each replica, and the replicas called."""
 
     def __init__(self, *, or_none: bool = True, **answer_s: float) -> None:
         self.choice = BootstrapChoice(Random(0), or_none=or_none)
@@ -43,7 +43,7 @@ class Replicas:
             raise self.errors[name]
 
     async def open(self) -> float:
-        """Open a room. Returns: how long that took."""
+        """Open a room; return the duration."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         records = [record(name, "1", role="bootstrap") for name in self.answer_s]
@@ -69,7 +69,7 @@ async def test_replicas_take_turns_and_nobody_is_asked_twice() -> None:
 
 @virtually
 async def test_a_silent_replica_costs_one_hedge_and_is_then_passed_over() -> None:
-    """Each request whose turn it was waited ten seconds for it, and no other one heard of that."""
+    """Each request in turn waited ten seconds for it."""
     replicas = Replicas(a=NEVER, b=0.01)
     took_s = [await replicas.open()]
     for _ in range(200):
@@ -124,7 +124,7 @@ async def test_the_only_replica_is_waited_for_once_and_then_left_alone_for_a_whi
 
 @virtually
 async def test_where_a_prompt_cannot_be_computed_here_a_silent_replica_is_asked_again_at_once() -> None:
-    """One lost message would make requests fail for seconds, though the replica is well."""
+    """Otherwise one lost message would fail requests for seconds."""
     replicas = Replicas(or_none=False, a=NEVER)
     with pytest.raises(NoBootstrapInstance):
         await replicas.open()

@@ -71,7 +71,7 @@ async def test_a_branch_that_nobody_reads_is_cancelled_alone(decode: Decode) -> 
 
 
 async def test_a_cancelled_branch_sends_a_last_item_after_its_tokens(decode: Decode) -> None:  # noqa: F811
-    """It sent none. A frontend remembers a closed stream until its last item, and so never forgot these."""
+    """It sent none, and a frontend keeps a closed stream until its last item."""
     await begin(decode)
     decode.engine.step(tokens=[TokenOutput(ID, [51], branch=1)])
     await decode.cancel(2)

@@ -189,7 +189,7 @@ class Decode:
         return answer.count
 
     async def until_nothing_runs(self) -> None:
-        """What prefill and bootstrap answer comes in several turns of the loop."""
+        """Answers of prefill and bootstrap take several turns of the loop."""
         async with asyncio.timeout(PATIENCE_S):
             while self.runner._tasks or self.runner._remote._settling:
                 await asyncio.sleep(0)  # no longer: this is called for thousands of orders of events
@@ -215,7 +215,7 @@ class Decode:
         self.prefills.record_heartbeat(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
 
     def local(self, reason: str) -> float | None:
-        """Prompts computed here."""
+        """Return the number of prompts computed here."""
         name = "kvmesh_prompts_computed_on_decode_total"
         return self.metrics.registry.get_sample_value(name, {"reason": reason})
 
@@ -352,7 +352,7 @@ async def test_a_prompt_whose_first_token_was_sent_is_computed_with_it_if_its_kv
 async def test_a_first_token_that_comes_just_after_the_failure_of_its_transfer_is_sent_once(
     decode: Decode, between: int
 ) -> None:
-    """`between` turns of the event loop after it."""
+    """The token comes `between` turns of the event loop after the failure."""
     await decode.ask()
     await decode.reserve()
     await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="TransferFailed", cause="a bad cable"))
@@ -476,7 +476,7 @@ async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
 
 
 async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_none(decode: Decode) -> None:
-    """The request failed with QueueFull: only before the questions was it known whether a slot was free."""
+    """The request failed with QueueFull: free slots were only checked before the queries."""
     taken: list[int] = []
 
     class Asking:
@@ -631,9 +631,9 @@ async def test_no_prefill_with_the_adapters_weights_means_computing_here(
 
 
 async def test_a_request_that_comes_twice_is_answered_once(decode: Decode) -> None:
-    """The second one took the first one's place, was refused by the engine, and ended the stream with that.
+    """The second one replaced the first one, was refused by the engine, and ended the stream.
 
-    Then it was refused, and a client got that as its answer: NATS had restarted, and the answer to the first was lost.
+    Later it was refused, which failed the request if NATS had lost the answer to the first one.
     """
     for _ in range(2):
         assert await decode.ask() == GenerateAccepted(request_id="r", number=1)
@@ -749,8 +749,8 @@ async def test_a_refusal_that_comes_after_the_pages_were_offered_pins_them_until
     decode.assert_nothing_is_kept()
 
 
-async def test_nothing_is_called_off_before_prefill_has_answered(decode: Decode) -> None:
-    """The word would overtake the question, find nothing to stop, and give the pages back that prefill then writes into."""
+async def test_no_cancel_is_sent_before_prefill_has_answered(decode: Decode) -> None:
+    """The cancel could overtake the request and have no effect: prefill would then write into freed pages."""
     decode.prefill.answers.clear()
     await decode.ask()
     await decode.reserve()
@@ -840,13 +840,13 @@ async def test_a_first_token_that_the_engine_refuses_is_computed_here(decode: De
 
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill that no process can reach is gone after milliseconds."""
+    """Let an unreachable prefill count as gone after milliseconds."""
     monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.005)
     monkeypatch.setattr("services.decode.prefill_client.GONE_AFTER_S", 0.02)
 
 
 def let_offers_expire(decode: Decode) -> None:
-    """The time has passed in which prefill may write into what was offered."""
+    """Let the time pass in which prefill may write into offered pages."""
     for fetch in decode.prefill_client._transfers.values():
         fetch.offer_end_s = time.monotonic() - 10
 
@@ -855,8 +855,8 @@ def let_offers_expire(decode: Decode) -> None:
 async def test_pages_stay_if_prefill_may_have_the_prompt_though_it_does_not_listen_now(
     decode: Decode, error: type[NobodyListens]
 ) -> None:
-    """Prefill had accepted the prompt, NATS restarted, and decode was back first. It took prefill for gone, and reused
-    pages into which prefill could write: it had the offer, or got it later."""
+    """Prefill had accepted the prompt, NATS restarted, and decode reconnected first. It took prefill for gone, and reused
+    pages into which prefill could write."""
     decode.prefill.answers.clear()
     decode.prefill.quiets.clear()
     await decode.ask()
@@ -881,10 +881,10 @@ async def test_pages_stay_if_prefill_may_have_the_prompt_though_it_does_not_list
 async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may_not_write_any_more(
     decode: Decode, known: str
 ) -> None:
-    """Neither etcd nor NATS can tell that a prefill has stopped writing: it may be cut off from both. Its offer ends."""
+    """A prefill that is cut off from etcd and NATS may still write, until its offer expires."""
     await decode.ask()
     await decode.reserve()
-    decode.bus.handlers.clear()  # it answers nobody any more
+    decode.bus.handlers.clear()  # it does not answer
     if known == "silent":
         decode.prefills._lose(decode.prefills._health["p"], Loss.SILENT, "silent")
     elif known == "room":
@@ -907,8 +907,8 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
 async def test_a_step_of_the_wall_clock_does_not_move_the_end_of_an_offer(
     decode: Decode, monkeypatch: pytest.MonkeyPatch, step_ms: int
 ) -> None:
-    """Decode compared the offer's deadline with its wall clock. A clock set forward gave pages back into which a prefill
-    that was cut off from NATS could still write; a clock set back by an hour kept them for an hour."""
+    """Decode compared the offer's deadline with its wall clock. A clock set forward freed pages into which a prefill that was
+    cut off from NATS could still write; a clock set back by an hour kept them for an hour."""
     await decode.ask()
     await decode.reserve()
     decode.bus.handlers.clear()
@@ -923,8 +923,8 @@ async def test_a_step_of_the_wall_clock_does_not_move_the_end_of_an_offer(
 
 @pytest.mark.usefixtures("soon_gone")
 async def test_another_process_under_the_same_instance_id_cannot_answer_for_the_first(decode: Decode) -> None:
-    """A prefill was frozen after it took an offer, and another process started under its id. Decode asked that one, which
-    has no such transfer and so was quiet at once. Then pages were reused into which the first could still write."""
+    """A prefill was frozen after it took an offer, and another process started under its id. Decode sent that the quiesce,
+    which it answered at once. Pages were then reused into which the first could still write."""
     await decode.ask()
     await decode.reserve()
     second = StaleInstance("instance p has epoch 2, not 1")
@@ -946,7 +946,7 @@ async def test_another_process_under_the_same_instance_id_cannot_answer_for_the_
 async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
     decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Etcd's word was enough: a prefill that was stopped for longer than its lease wrote into another request's pages."""
+    """The lost lease was enough: a prefill that was stopped for longer wrote into another request's pages."""
     monkeypatch.setattr("services.decode.prefill_client.QUIESCE_TIMEOUT_S", 0.01)
     decode.prefill.quiets.clear()
     await decode.ask()
@@ -965,7 +965,7 @@ async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
 
 
 @pytest.mark.usefixtures("soon_gone")
-async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Decode) -> None:
+async def test_pages_come_back_whatever_quiesce_raises(decode: Decode) -> None:
     """An exception must not end the task that will release the pages and the aux slot."""
     decode.prefill.quiet_failures = [RuntimeError("unable to perform operation on <TCPTransport closed=True>")]
     await decode.ask()
@@ -975,8 +975,8 @@ async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Deco
     decode.assert_nothing_is_kept()
 
 
-async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode asks again after an error of any kind; otherwise the pages would stay held forever."""
+async def test_quiesce_is_repeated_until_it_is_answered(decode: Decode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode repeats it after any error; otherwise the pages would be held forever."""
     monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.001)
     decode.prefill.quiet_failures = [InvariantBroken("bug"), Overloaded("busy"), MalformedMessage("what")]
     await decode.ask()
@@ -993,7 +993,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
 ) -> None:
     decode.runner._on_transfer_failure = "fail"
     decode.prefill.quiets.clear()
-    if stage == "refused":  # not as one that cannot take it now
+    if stage == "refused":  # not as one that is busy
         decode.prefill.refusal = Rejected("no such adapter")
     elif stage == "no bootstrap":
         decode.registry.book.remove("boot")
@@ -1017,7 +1017,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
     assert decode.failed_transfers() == {causes[stage]: 1}
     if stage in ("offer", "room"):
         decode.assert_pinned()
-    elif stage == "stamp":  # what was expected came, but not as expected
+    elif stage == "stamp":  # the expected slot has wrong contents
         assert decode.engine.did("release") == []
     decode.prefill.quiets.set()
     await turns()
@@ -1045,8 +1045,7 @@ async def test_a_prompt_too_long_for_its_prefill_is_computed_here_where_failures
 async def test_a_refused_prompt_is_computed_here_where_failures_are_asked_for(
     decode: Decode, refusal: MeshError
 ) -> None:
-    """The client got a 502 though no KV was lost: each prefill instance that was asked had refused the prompt, as one does
-    that leaves in an orderly restart."""
+    """The client got a 502 although no KV was lost: each prefill instance had refused the prompt, like one that drains."""
     decode.runner._on_transfer_failure = "fail"
     decode.prefill.refusal = refusal
     await decode.ask()
@@ -1058,7 +1057,7 @@ async def test_a_refused_prompt_is_computed_here_where_failures_are_asked_for(
 
 
 async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(decode: Decode) -> None:
-    """It moved here from an instance that died: its client has tokens already."""
+    """It moved here from a dead instance: its client has tokens already."""
     decode.runner._on_transfer_failure = "fail"
     decode.prefill.refusal = Overloaded("full")
     await decode.ask(num_generated=2)
@@ -1086,7 +1085,7 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
     await until(lambda: decode.engine.did("recompute"))
     await turns()
     assert not decode.prefill.offered
-    decode.prefill.answers.set()  # until then it could not be called off: it might not have heard of the prompt
+    decode.prefill.answers.set()  # a cancel waits for its answer
     await turns()
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     assert decode.engine.did("release") == [ID]
@@ -1255,7 +1254,7 @@ async def test_prefill_is_told_whether_the_client_has_gone(decode: Decode, leave
 
 
 async def test_a_request_past_its_deadline_ends_though_nobody_cancels_it(decode: Decode) -> None:
-    """A frontend that was killed cancels nothing: its streams went on to their last token."""
+    """A killed frontend cancels nothing: its streams were generated to the end."""
     decode.registry.book.remove("p")
     await decode.ask(life_ms=300)
     await until(lambda: not len(decode.active))
@@ -1334,7 +1333,7 @@ async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_s
 async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_pinned(
     decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
 ) -> None:
-    """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
+    """After a prefill's death decode waited for the end of the offer, for a minute, and was killed."""
     monkeypatch.setattr("services.decode.remote_prefill.SETTLE_TIMEOUT_S", 0.05)
     await decode.ask()
     await decode.reserve()
@@ -1372,8 +1371,8 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
     )
 
 
-async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_what_is_waited_for(decode: Decode) -> None:
-    """Decode kept asking the instance: a failed step did not count as its failure."""
+async def test_a_failed_step_of_prefill_counts_while_its_transfer_waits_for_our_pages(decode: Decode) -> None:
+    """Decode kept choosing the instance: a failed step did not count as its failure."""
     for number in range(1, DEFAULT_SETTINGS.failures + 1):
         await decode.ask(stream_id=number)
         failed = RoomFailed(request_id=f"r.{number}", room=ROOM, error="InvariantBroken", cause="out of memory")

@@ -1,4 +1,4 @@
-"""A decode instance's side of embeddings, over an engine that does what the test says."""
+"""Embeddings on a decode instance, with an engine that the test controls."""
 
 import asyncio
 from typing import Any

@@ -1,4 +1,4 @@
-"""What decode relies on in the engine when a transfer fails, with the device left out."""
+"""The engine's behaviour when a transfer fails, without a device."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT
 
 
 class Sevens:
-    """Every token is a seven."""
+    """Draws only token 7."""
 
     takes_cpu = True
     forward_kind = ""

@@ -57,7 +57,7 @@ async def test_abandoned_before_the_offer_nothing_stays(decode: FakeTransfer) ->
 
 
 async def test_abandoned_after_the_offer_the_slot_stays_until_prefill_is_quiet(decode: FakeTransfer) -> None:
-    """The room stays expected as well: over UCX a peer's write goes on only while this side polls."""
+    """The room stays expected too: over UCX a peer's write progresses only while this side polls."""
     receiver = inbound(decode)
     receiver.expose(DEADLINE)
     waiting = asyncio.create_task(receiver.landed(*SENT))

@@ -1,4 +1,4 @@
-"""What happens to a request with two branches and a constraint, in every order: each branch has its tokens and end once."""
+"""Events of a request with two branches and a constraint, in every order: each branch gets its tokens and end once."""
 
 from collections.abc import Awaitable, Callable
 from itertools import permutations

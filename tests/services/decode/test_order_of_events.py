@@ -1,4 +1,4 @@
-"""What happens to a transfer, in every order and a few turns of the event loop apart: no token is lost or sent twice."""
+"""Events of a transfer, in every order and a few turns of the event loop apart: no token is lost or sent twice."""
 
 from collections.abc import Awaitable, Callable
 from itertools import permutations, product
@@ -38,7 +38,7 @@ async def _cancelled(decode: Decode) -> None:
 
 
 async def _landed(decode: Decode) -> None:
-    if ROOM in decode.transfer.expected:  # else the write ends, but nobody waits for it
+    if ROOM in decode.transfer.expected:  # else no call waits for the write
         decode.transfer.land(ROOM, decode.prefill.offered[-1].aux_slot, AuxRecord(STAMP, 3, 42, 0))
 
 
@@ -52,7 +52,7 @@ EVENTS: Final[dict[str, Callable[[Decode], Awaitable[None]]]] = {
 
 
 def _drawn(decode: Decode) -> list[int]:
-    """The tokens that a real engine would still draw, after what was done to this one."""
+    """Return the tokens that a real engine would still draw."""
     for done in decode.engine.engine.did:
         match done:
             case "recompute", _:

@@ -1,4 +1,4 @@
-"""Which prompts decode computes itself."""
+"""The prompts that decode computes itself."""
 
 from types import SimpleNamespace
 from typing import Any

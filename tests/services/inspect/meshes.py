@@ -1,4 +1,4 @@
-"""Made-up instances as `inspect` sees them."""
+"""Made-up instances for `inspect`."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ def nixl(name: str, **layout: Any) -> KvEndpoint:
 
 
 def with_ranks(one: Seen, *devices: str) -> Seen:
-    """The same worker on several devices."""
+    """Return the worker on several devices."""
     assert one.record is not None
     assert one.record.kv is not None
     followers = [RankEndpoint(pid=100 + i, device=device, base_address=0) for i, device in enumerate(devices[1:], 1)]

@@ -1,4 +1,4 @@
-"""Which instances a change is for, and when a drain has ended."""
+"""The instances of a change, and the end of a drain."""
 
 import json
 from contextlib import asynccontextmanager
@@ -34,7 +34,7 @@ def test_what_names_several_instances_is_refused_with_the_form_that_names_one() 
 
 
 class Worker:
-    """A decode instance under `inspect`: its answers to questions for its status, the last one again and again."""
+    """A decode instance: its successive statuses, the last one repeated."""
 
     def __init__(self, *answers: MeshError | int) -> None:
         self.seen = seen("decode")

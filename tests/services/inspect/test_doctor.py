@@ -1,4 +1,4 @@
-"""What `inspect doctor` finds in made-up facts; each finding that asks for something says what to do."""
+"""The findings of `inspect doctor` for made-up facts; each problem has advice."""
 
 import os
 import time
@@ -47,7 +47,7 @@ def judged(**changes: Any) -> list[Finding]:
 
 
 def with_(*others: Seen) -> list[Seen]:
-    """The healthy mesh, with these in place of the ones of their ids."""
+    """Return the healthy mesh, with these instances replaced."""
     ids = {one.instance_id for one in others}
     return [one for one in HEALTHY.seen if one.instance_id not in ids] + list(others)
 
@@ -68,7 +68,7 @@ def test_instances_are_checked_while_etcd_is_full() -> None:
 
 @pytest.mark.anyio
 async def test_a_refused_connection_to_nats_is_named() -> None:
-    """nats-py tries again until the timeout, so that `doctor` said "TimeoutError"."""
+    """nats-py retries until the time limit, so `doctor` reported "TimeoutError"."""
     found = await facts_module._nats(f"nats://127.0.0.1:{free_port()}", NatsAccess(), "mesh")
     assert "Connect call failed" in found.error
 
@@ -78,7 +78,7 @@ async def test_a_refused_connection_to_nats_is_named() -> None:
 async def test_without_the_right_to_see_the_stream_jetstream_still_answers(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NATS does not answer a user that has the rights of an earlier release."""
+    """NATS does not answer a user with the rights of an earlier release."""
 
     async def silent(*_: object) -> None:
         raise nats.errors.TimeoutError
@@ -197,7 +197,7 @@ def unlike(**layout: Any) -> Seen:
     ],
 )
 def test_running_decode_only_against_ones_will_is_wrong_and_has_its_reason(mesh: list[Seen], reason: str) -> None:
-    """A mesh whose prefill workers were all refused ran decode-only, and every metric stayed green."""
+    """A mesh whose prefill workers were all refused ran decode-only, and no metric showed it."""
     [found] = [one for one in judged(seen=mesh) if one.check == "prefill"]
     assert found.level is Level.WRONG
     assert "decode d1 runs decode-only" in found.what

@@ -1,4 +1,4 @@
-"""`inspect events` reports outages of NATS, and goes on."""
+"""`inspect events` reports outages of NATS, and continues."""
 
 import asyncio
 import signal
@@ -14,13 +14,13 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
-FREEZES = (0.1, 0.8, 1.6)  # seconds after NATS was reached: a question for planners is open, over, or about to begin
+FREEZES = (0.1, 0.8, 1.6)  # seconds after NATS was reached: during, after and before a query for planners
 
 
 async def test_a_nats_that_hangs_is_out_of_reach_until_it_goes_on(
     etcd_url: str, namespace: str, tmp_path: Path, run_service: RunService
 ) -> None:
-    """A hanging NATS counts as connected for another second. A question for planners then ended the command."""
+    """A hanging NATS counts as connected for another second. A query for planners then ended the command."""
     async with (
         running(NATS, tmp_path / "nats") as server,
         join_registry(etcd_url, namespace, 5.0) as registry,

@@ -77,7 +77,7 @@ def test_the_shell_variables_name_the_model_of_the_mesh_that_runs_here(tmp_path:
 
 
 def test_without_a_mesh_there_are_no_shell_variables(run_service: RunService, tmp_path: Path) -> None:
-    """It printed the usual ports, where no server listened, with exit code 0."""
+    """It printed the usual ports, without servers, with exit code 0."""
     process = run_service("services.inspect", "env", "--state-dir", str(tmp_path))
     assert process.exit_code() == 1
     assert process.logged().startswith(f"no services.local runs with state directory {tmp_path}: name its --state-dir")
@@ -203,7 +203,7 @@ def test_a_file_for_perfetto_that_cannot_be_written_is_reported(home: Path) -> N
 def test_a_wrong_setting_is_one_line_that_names_it(
     run_service: RunService, tmp_path: Path, variables: dict[str, str], args: list[str], line: str
 ) -> None:
-    """It was a traceback of all frames."""
+    """The output was a traceback."""
     process = run_service("services.inspect", *args, "--state-dir", str(tmp_path), env=variables)
     assert process.exit_code() == EX_CONFIG
     (text,) = process.logged().splitlines()
@@ -214,7 +214,7 @@ def test_a_wrong_setting_is_one_line_that_names_it(
 def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader whose mesh ran with another --state-dir was sent to look for addresses alone."""
+    """The error named only addresses, although the mesh ran with another --state-dir."""
     limit = asyncio.timeout
     monkeypatch.setattr(asyncio, "timeout", lambda _: limit(0.05))
     nowhere = {"MESH_NATS_URL": "nats://127.0.0.1:9", "MESH_ETCD_URL": "http://127.0.0.1:9"}
@@ -227,7 +227,7 @@ def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
 
 
 def test_a_login_that_nats_refuses_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address that services.local logs has no password. With it, NATS was said not to answer, and no mesh to run."""
+    """The address that services.local logs has no password. The error was that NATS does not answer."""
 
     @asynccontextmanager
     async def refused(*arguments: Any) -> AsyncIterator[Bus]:

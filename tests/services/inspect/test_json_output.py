@@ -1,4 +1,4 @@
-"""What `--json` prints, and that every command has it."""
+"""The output of `--json`, which every command has."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
 
 
 def test_a_worker_that_drained_is_shown_as_in_top() -> None:
-    """It stayed `draining` as long as it lived."""
+    """It stayed `draining` until its end."""
     record = seen("decode").record
     assert record is not None
     beat = Heartbeat(instance_id="d1", epoch="e", step=1, busy=False, draining=True, total_pages=10)
@@ -64,7 +64,7 @@ def test_a_plan_has_all_its_fields_also_those_that_are_unknown() -> None:
 
 
 def test_a_route_is_json_also_with_an_instance_that_is_too_full() -> None:
-    """JSON has no infinity; Python would write one, which few parsers read."""
+    """JSON has no infinity, but Python would write one."""
     candidates = [
         Candidate(
             instance_id=name, cached_tokens=0, queued_tokens=0, running=0, used_pages=1, total_pages=2, breaker="closed",

@@ -1,4 +1,4 @@
-"""Who has cached which prefix, from block hashes."""
+"""The cached prefixes of instances, from block hashes."""
 
 from msgspec.structs import replace
 
@@ -44,7 +44,7 @@ def test_adapters_and_salts_have_blocks_of_their_own() -> None:
 
 
 def test_an_instance_without_the_adapter_has_nothing_of_it() -> None:
-    """A misspelt adapter showed the hits of the model itself."""
+    """A misspelt adapter showed the hits of the model."""
     plain = cache("a", 40)
     [hit] = hits([plain], PROMPT, "leagl")
     assert (hit.cached_tokens, hit.missing) == (0, "it has no adapter 'leagl'")

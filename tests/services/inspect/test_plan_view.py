@@ -1,4 +1,4 @@
-"""What `inspect planner` shows of an answer."""
+"""The output of `inspect planner`."""
 
 import json
 
@@ -67,7 +67,7 @@ def test_a_limit_of_devices_is_shown_with_what_a_worker_takes() -> None:
 async def test_plans_are_shown_while_etcd_is_away(
     nats_url: str, namespace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A planner does not lead then, and this is where its reader finds out."""
+    """A planner does not lead then, and the output shows it."""
     role = RolePlan(least=1, most=1, serving=1)
 
     async def plan(_: AskPlan) -> PlanReported:

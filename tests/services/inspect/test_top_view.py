@@ -1,4 +1,4 @@
-"""What `inspect top` and `inspect rooms` make of statuses."""
+"""`inspect top` and `inspect rooms`, from statuses."""
 
 import io
 from typing import Any

@@ -235,7 +235,7 @@ def test_a_worker_without_answer_and_one_without_heartbeat_are_marked() -> None:
 
 
 def test_an_idle_workers_profile_is_not_to_be_opened() -> None:
-    """It said "computed nothing", and then "Open it in Perfetto."."""
+    """The output was "computed nothing", and then "Open it in Perfetto."."""
     made = [
         outcome(Path("p.json"), "decode d", ProfilePart(data=b"", size_bytes=2_000_000, seconds=5.0, steps=steps))
         for steps in (0, 7)

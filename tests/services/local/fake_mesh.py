@@ -1,7 +1,7 @@
 """`services.local` with fake services beside its real etcd and NATS: `fake_mesh.py <state dir> <port> [role=habit …]`.
 
-`grown=habit` is one of workers that come later; `stop_timeout_s=0.5` sets how long all have from SIGTERM to SIGKILL, by
-default longer than any test waits.
+`grown=habit` is for workers that are added later. `stop_timeout_s=0.5` is the time from SIGTERM to SIGKILL, by default
+longer than any test waits.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A service as its supervisor sees it: it logs JSON lines, reports "ready" and ends on SIGTERM, or misbehaves on request.
+"""A fake service: it logs JSON lines, reports "ready" and ends on SIGTERM, or misbehaves on request.
 
 `fake_service.py [--http PORT] [habit …]`. Habits:
 

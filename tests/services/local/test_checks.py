@@ -1,4 +1,4 @@
-"""What is wrong with a run is one line before any work."""
+"""Errors of a run are one line, before any work."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(counts: dict[str, int] = COUNTS, **variables: str) -> None:
-    """Check a run with these variables, `engine__dtype` for MESH_ENGINE__DTYPE."""
+    """Check a run with these variables: `engine__dtype` is MESH_ENGINE__DTYPE."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables.items():
             patch.setenv(f"MESH_{name.upper()}", value)
@@ -84,7 +84,7 @@ def test_a_wrong_option_is_one_line(given: dict[str, str], said: str) -> None:
     ],
 )
 def test_ports_beyond_the_last_one_are_refused(given: dict[str, str], said: str) -> None:
-    """The whole mesh started, and ended when a process was to listen there."""
+    """The whole mesh started, and ended when a process tried to listen there."""
     counts = COUNTS | {"frontend": 2}
     assert refusal(counts, **given).startswith(said)
     check(counts, frontend_port="65535", metrics_port="65531")

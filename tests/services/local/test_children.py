@@ -1,4 +1,4 @@
-"""Children die, hang, breed and litter; the supervisor says so, starts them again and cleans up."""
+"""Children die, hang, and leave processes and files; the supervisor logs it, restarts them and cleans up."""
 
 import asyncio
 import errno
@@ -32,7 +32,7 @@ FAKE = str(Path(__file__).with_name("fake_service.py"))
 def supervise(
     *habits: str, scenario: Callable[[Child, Callable[[str], Awaitable[re.Match[str]]]], Awaitable[None]]
 ) -> str:
-    """Run `scenario` beside one fake child. Returns: all that was shown."""
+    """Run `scenario` beside one fake child. Return the output."""
     shown = io.StringIO()
 
     async def until(pattern: str) -> re.Match[str]:
@@ -145,7 +145,7 @@ def test_what_a_dead_child_started_dies_with_it() -> None:
         assert waiting.is_alive(grandchild)
         os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
         await until("died")
-        await waiting.until(lambda: not waiting.is_alive(grandchild))  # it has been killed, and may still be ending
+        await waiting.until(lambda: not waiting.is_alive(grandchild))  # it has been killed, but may not have ended
 
     supervise("breeds", scenario=scenario)
 
@@ -225,7 +225,7 @@ def test_shared_memory_that_a_live_process_maps_is_kept(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_at_a_restart_end_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A typo in a file that only this child reads stopped all other processes, at the child's next restart."""
+    """A typo in a file of one child stopped all processes at its next restart."""
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.05)
     flaw = tmp_path / "flaw"
 
@@ -250,7 +250,7 @@ def test_a_line_longer_than_the_limit_does_not_stop_the_reading() -> None:
 
 
 def test_a_line_that_cannot_be_shown_does_not_stop_the_reading_of_a_child(caplog: pytest.LogCaptureFixture) -> None:
-    """It ended the reading. The child blocked as soon as its pipe was full."""
+    """It ended the reading, and the child blocked on a full pipe."""
     shown: list[str] = []
 
     def show(line: str) -> None:

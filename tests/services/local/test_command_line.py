@@ -1,4 +1,4 @@
-"""What the options of `python -m services.local` become."""
+"""The options of `python -m services.local`."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_help_has_the_common_options_and_fits_into_80_columns() -> None:
 
 
 def test_it_and_inspect_load_neither_torch_nor_numpy() -> None:
-    """A name of a KV transfer backend was checked beside the interface of backends, which loaded numpy: 0.1 s."""
+    """Checking the name of a KV transfer backend loaded numpy: 0.1 s."""
     program = (
         "import services.inspect.__main__, services.local.__main__, sys; print({'numpy', 'torch'} & {*sys.modules})"
     )
@@ -187,7 +187,7 @@ def test_a_wrong_value_of_any_service_is_one_line_before_anything_starts(argumen
 def test_devices_are_for_all_workers_or_for_those_of_a_role(
     given: list[str], settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two GPUs were not distinguished: prefill and decode ran on the same one."""
+    """With two GPUs, prefill and decode ran on the same one."""
     assert device_settings(given) == settings
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

@@ -8,7 +8,7 @@ from tests.waiting import PATIENCE_S
 
 
 def test_ctrl_c_while_modules_are_imported_prints_nothing(tmp_path: Path) -> None:
-    """It was a traceback of all frames, of whichever module was being imported."""
+    """It printed a traceback of the module that was being imported."""
     slow = "import sys\nprint('importing', flush=True)\nsys.stdin.read()\n"
     (tmp_path / "typer.py").write_text(slow)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -52,14 +52,14 @@ def test_the_end_waits_for_lines_but_not_long(pipe: tuple[int, int], monkeypatch
     monkeypatch.setattr(lossy_stdout, "CLOSE_WAIT_S", 0.05)
     file = LossyFile(pipe[1])
     file.write("x" * 100_000)  # more than the pipe takes
-    file.close()  # nobody reads the rest
+    file.close()  # the rest stays unread
     os.read(pipe[0], 100_000)  # so that the thread ends
 
 
 def test_lines_that_a_full_disk_refuses_are_dropped_and_the_next_ones_shown(
     pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error ended whatever had shown the line: the reading of a child's pipe, or the whole mesh."""
+    """The error ended the reading of a child's pipe, or the whole mesh."""
     monkeypatch.setattr(lossy_stdout, "CLOSE_WAIT_S", PATIENCE_S)
     is_full, write, refused = True, os.write, bytearray()
 
@@ -88,7 +88,7 @@ def test_lines_that_a_full_disk_refuses_are_dropped_and_the_next_ones_shown(
     ("encoding", "shown"), [("ascii", b"caf\\xe9 \\ud800\n"), ("utf-8", "café \\ud800\n".encode())]
 )
 def test_characters_that_the_encoding_lacks_are_escaped(pipe: tuple[int, int], encoding: str, shown: bytes) -> None:
-    """The line was an error that ended the reading of the child that wrote it."""
+    """The error ended the reading of the child that wrote the line."""
     file = LossyFile(pipe[1], encoding)
     assert file.encoding == encoding
     file.write("café \ud800\n")

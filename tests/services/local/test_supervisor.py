@@ -1,4 +1,4 @@
-"""The whole of `services.local` as a process: it says "Ready" when that is true, and nothing survives it."""
+"""`services.local` as a process: it logs "Ready" when it is, and leaves no process behind."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def port() -> int:
 
 @pytest.fixture
 def mesh(run_service: RunService, tmp_path: Path, port: int) -> Iterator[Callable[..., ServiceProcess]]:
-    """Start a mesh of fakes; at the end, every process any of them mentioned must be gone."""
+    """Start a mesh of fakes; at the end all their processes must have ended."""
     started: list[ServiceProcess] = []
 
     def start(*habits: str) -> ServiceProcess:
@@ -51,7 +51,7 @@ def until_gone(mesh: ServiceProcess) -> None:
 
 
 def alive(mesh: ServiceProcess) -> set[int]:
-    """Processes of `mesh` that still run: services by their own word, the servers by their log's directory."""
+    """Return the live processes of `mesh`: services by their logs, servers by their log's directory."""
     mentioned = {int(pid) for pid in re.findall(r"(?:pid|grandchild)=(\d+)", mesh.logged())}
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
@@ -85,7 +85,7 @@ def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., S
 def test_inspect_says_that_it_has_no_right_to_another_namespace(
     mesh: Callable[..., ServiceProcess], run_service: RunService, tmp_path: Path
 ) -> None:
-    """After 8 s it said that etcd does not answer."""
+    """After 8 s it reported that etcd does not answer."""
     mesh().wait_for_log("Ready:")
     asked = run_service("services.inspect", "workers", "--namespace", "other", "--state-dir", str(tmp_path / "state"))
     assert asked.exit_code() == 1
@@ -105,8 +105,8 @@ def test_a_signal_stops_everything_and_the_exit_code_is_zero(
     assert (process.log.parent / "state/local/running.json").read_text() == ""
 
 
-def test_a_stdout_that_nobody_reads_stops_nothing(tmp_path: Path, port: int) -> None:
-    """The supervisor blocked in a write: its children blocked, too, and SIGTERM had no effect."""
+def test_an_unread_stdout_stops_nothing(tmp_path: Path, port: int) -> None:
+    """The supervisor blocked in a write, as did its children, and SIGTERM had no effect."""
     state = tmp_path / "state"
     command = [*tethered(), sys.executable, "-m", "tests.services.local.fake_mesh", str(state), str(port)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
@@ -185,7 +185,7 @@ def test_an_interrupt_while_a_failed_run_stops_hides_no_reason(mesh: Callable[..
 
 
 def test_wrong_settings_of_a_child_end_the_run_at_once_with_its_line(mesh: Callable[..., ServiceProcess]) -> None:
-    """It was started three times, and the last line said how often."""
+    """It was started three times, and the last line only reported this."""
     process = mesh("decode=is-misconfigured")
     assert process.exit_code() == EX_CONFIG
     assert process.logged().count("decode-0     starting") == 1
@@ -247,7 +247,7 @@ def test_a_server_whose_files_cannot_be_written_is_one_line(
 
 
 def test_a_full_disk_of_the_state_directory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A write without room was a traceback. What it left in a buffer was another one when the file was closed."""
+    """The failed write was a traceback, and closing the file another one."""
 
     class FullDisk(FileIO):
         def write(self, data: Any) -> int:

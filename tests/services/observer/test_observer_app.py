@@ -1,4 +1,4 @@
-"""The observer behind its real server, with real senders: ours, and the SDK's exporter that users bring."""
+"""The observer behind its real server, with our sender and the SDK's exporter."""
 
 import asyncio
 import gzip
@@ -122,7 +122,7 @@ async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClie
 
 
 def keep_long_trace(home: Path, num_requests: int) -> str:
-    """Write a trace of one span a request, of two tenants by turns; returns its id."""
+    """Write a trace with one span for each request, of two tenants in turn; return its id."""
     trace_id = "ab" * 16
     writer = TraceWriter(ObserverSettings(state_dir=home).home)
     for first in range(0, num_requests, 1000):
@@ -274,7 +274,7 @@ async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path)
 
 
 def test_a_state_directory_that_cannot_be_made_is_a_wrong_setting() -> None:
-    """It was a traceback."""
+    """The output was a traceback."""
     with pytest.raises(WrongSettings, match="setting state_dir: cannot make /dev/null/x: Not a directory; set a dir"):
         ObserverApp(ObserverSettings(state_dir=Path("/dev/null/x")))
 
@@ -337,7 +337,7 @@ async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_
 
 
 async def test_a_sender_without_the_token_logs_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The reason was always empty: the observer's texts end with a line end."""
+    """The reason was always empty: the observer's texts end with a newline."""
     async with observer(tmp_path, token="s3cret") as url:
         sender = OtlpSender(url)
         await asyncio.to_thread(sender.send, request_of(), OTLP, 1)
@@ -369,7 +369,7 @@ async def test_bodies_that_are_being_read_count_as_waiting(tmp_path: Path, monke
 
 
 def test_more_than_one_gzip_member_is_refused() -> None:
-    """What followed the first one was lost, with status 200."""
+    """The bytes after the first one were lost, with status 200."""
     with pytest.raises(Rejected, match="more than one gzip member"):
         unzipped(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", 100)
 

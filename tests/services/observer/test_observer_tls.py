@@ -1,4 +1,4 @@
-"""The observer over TLS: real certificates, a real process, our own sender and reader."""
+"""The observer over TLS: real certificates, a real process, our sender and reader."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def start(run_service: RunService, home: Path, files: TlsFiles) -> str:
-    """Start an observer; returns its URL with the token."""
+    """Start an observer; return its URL with the token."""
     env = {
         "MESH_OBSERVER_PORT": "0",
         "MESH_OBSERVER_TOKEN": TOKEN,
@@ -51,7 +51,7 @@ def start(run_service: RunService, home: Path, files: TlsFiles) -> str:
 
 
 def send(url: str, ca: Path | None, home: Path) -> SpanExport:
-    """Export one span as a process does that ends."""
+    """Export one span, like a process that ends."""
     exporting = SpanExport("frontend-f1", {"service.name": "kvmesh-frontend"}, TraceWriter(home), OtlpSender(url, ca))
     exporting.start()
     Spans(exporting.put).start_span("chat", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r1"}).end()

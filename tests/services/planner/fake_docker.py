@@ -1,4 +1,4 @@
-"""`docker compose` as the planner uses it: notes its words in a file, and keeps containers in another.
+"""A fake `docker compose`: records its arguments in a file, and its containers in another.
 
 `fake_docker.py <directory> compose …`; answers like Compose 2: `ps --quiet` prints an id a line, `up` is silent on stdout.
 """
@@ -22,7 +22,7 @@ elif "up" in words:
         sys.exit('service "prefill" has no container to start: no space left on device')
     role, _, count = words[words.index("--scale") + 1].partition("=")
     ends_s = time.monotonic() + (100 if int(count) < containers[role] else 0)
-    while time.monotonic() < ends_s and not (home / "drained").exists():  # a container that goes has its grace period
+    while time.monotonic() < ends_s and not (home / "drained").exists():  # the grace period of a container
         time.sleep(0.01)
     containers[role] = int(count)
     state.write_text(json.dumps(containers))

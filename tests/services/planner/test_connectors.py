@@ -1,4 +1,4 @@
-"""compose and Kubernetes against a fake command and a fake API, which answer as the real ones did when tried by hand."""
+"""compose and Kubernetes, with a fake command and a fake API, which answer like the real ones."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def test_compose_scales_one_service_and_leaves_the_others_alone(
 
 
 async def test_compose_is_not_scaled_if_another_user_has_scaled_it(compose: ComposeConnector, tmp_path: Path) -> None:
-    """From 2 to 3, while an operator scaled to 5: two of the operator's containers were removed."""
+    """The planner scaled from 2 to 3 while an operator scaled to 5: two containers were removed."""
     (tmp_path / "containers.json").write_text(json.dumps({"prefill": 5, "decode": 1}))
     with pytest.raises(Rejected, match="5 prefill containers run, not 2"):
         await compose.scale(Change("prefill", 2, 3, ""))
@@ -82,7 +82,7 @@ class Scales(BaseHTTPRequestHandler):
     replicas: dict[str, int] = {}
     version = 1
     asked: list[tuple[str, str, str | None, Any]] = []
-    interfere = False  # somebody else scales between our reading and our writing
+    interfere = False  # another user scales between our read and write
 
     def do_GET(self) -> None:
         self._answer(None)
@@ -159,7 +159,7 @@ async def test_two_planners_that_scale_kubernetes_at_once_change_it_once(api: st
 
 
 def test_what_a_restart_does_not_help_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner ended with 1, so a supervisor started it again and again."""
+    """The planner ended with 1, so a supervisor restarted it repeatedly."""
     with pytest.raises(WrongSettings, match="setting kubernetes_prefill: 'pod/x' is not deployment/NAME"):
         Workload.parse("pod/x", "kubernetes_prefill")
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)

@@ -115,7 +115,7 @@ async def test_a_prefill_and_a_decode_worker_may_have_one_instance_id() -> None:
 
 
 async def test_an_unreadable_page_is_a_warning_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
-    """The planner removed no worker any more, and only its debug log had the cause."""
+    """The planner removed no more workers, and only its debug log had the cause."""
     mesh = Mesh()
     mesh.register("f", "frontend", "http://127.0.0.1:1")
     for _ in range(3):

@@ -32,7 +32,7 @@ def test_a_workers_page_has_its_counters() -> None:
     metrics = WorkerMetrics()
     metrics.record(StepStats(prompt_tokens=100, decode_tokens=3, step_s=0.2))
     metrics.record(StepStats(decode_tokens=4, step_s=0.1))
-    metrics.record(StepStats(step_s=9.0))  # computed nothing
+    metrics.record(StepStats(step_s=9.0))  # without tokens
     page = generate_latest(metrics.registry).decode()
     found = read_worker(page)
     assert found == Counters(pytest.approx(0.3), 2, 100, 7)
@@ -53,7 +53,7 @@ def test_right_guesses_are_not_counted_as_tokens_of_more_requests() -> None:
 @pytest.mark.parametrize("number", ["+Inf", "-Inf", "NaN", "1e400"])
 @pytest.mark.parametrize("name", ["kvmesh_engine_step_seconds_sum", "kvmesh_engine_step_seconds_count"])
 def test_a_number_that_is_not_finite_is_none(name: str, number: str) -> None:
-    """An infinite count ended the planner; NaN seconds stayed in its step times, and it ordered as many as it may."""
+    """An infinite count ended the planner; NaN seconds in its step times made it add all allowed workers."""
     metrics = WorkerMetrics()
     metrics.record(StepStats(prompt_tokens=100, decode_tokens=3, step_s=1.0))
     page = generate_latest(metrics.registry).decode()
@@ -109,7 +109,7 @@ async def test_a_page_is_fetched_and_failures_are_reported() -> None:
 
 @pytest.mark.anyio
 async def test_a_page_has_its_whole_time_however_many_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of pages shared few threads, and the wait for one counted: most workers were unknown."""
+    """Hundreds of pages shared few threads, and their queueing counted: most workers were unknown."""
     monkeypatch.setattr("services.planner.pages.TIMEOUT_S", 2.0)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

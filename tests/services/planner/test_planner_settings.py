@@ -1,4 +1,4 @@
-"""What the command line and the environment set."""
+"""Settings from the command line and the environment."""
 
 import pytest
 from pydantic import ValidationError

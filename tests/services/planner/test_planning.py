@@ -1,4 +1,4 @@
-"""What a planner process does with its decisions: it acts where it leads, says once where it has nothing to act with."""
+"""A planner process acts on its decisions only if it leads, and logs once if it has no connector."""
 
 import logging
 import time
@@ -18,11 +18,11 @@ from tests.components.planning.test_planner import MadeUp
 
 pytestmark = pytest.mark.anyio
 
-BUSY = (30.0, 100.0)  # six prefill workers' work
+BUSY = (30.0, 100.0)  # the work of six prefill workers
 
 
 class Fleet:
-    """An observer and a connector over a made-up fleet."""
+    """An observer and a connector of a made-up fleet."""
 
     def __init__(self) -> None:
         self.fleet = MadeUp()
@@ -91,7 +91,7 @@ async def test_without_a_connector_a_decision_is_reported_once(caplog: pytest.Lo
 
 @pytest.mark.parametrize("up_s", [10.0, 1e9], ids=["just started", "long up"])
 async def test_after_a_failed_change_the_planner_waits(up_s: float, caplog: pytest.LogCaptureFixture) -> None:
-    """On a machine that had just started it was asked every five seconds: the pause was measured on another clock."""
+    """On a newly started machine it was repeated every five seconds: the pause was measured on another clock."""
     fleet = Fleet()
     fleet.fleet.now_s = up_s
     fleet.broken = True

@@ -1,4 +1,4 @@
-"""Outbound transfers without a service: made, told what was computed, and run."""
+"""Outbound transfers without a service."""
 
 from collections.abc import Sequence
 from math import inf
@@ -59,6 +59,6 @@ def last_chunk(
 
 
 async def run(transfer: OutboundTransfer) -> None:
-    """Raises: why not all was sent."""
+    """Raises: the error of the transfer."""
     if (outcome := await transfer.run()) is not None:
         raise outcome

@@ -1,4 +1,4 @@
-"""What happens to a transfer, in every order and a few turns of the event loop apart: nothing is written after `Quiet`."""
+"""Events of a transfer, in every order and a few turns of the event loop apart: nothing is written after `Quiet`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,7 +18,7 @@ MAX_TURNS: Final = 3  # between two events
 
 
 async def _asked(prefill: Prefill) -> None:
-    with suppress(Rejected, Overloaded):  # after `Quiet`; from a decode that is lost
+    with suppress(Rejected, Overloaded):  # after `Quiet`; from a lost decode
         await prefill.ask()
 
 

@@ -167,7 +167,7 @@ async def test_a_transfer_that_takes_too_long_is_given_up_when_its_write_is_over
 async def test_a_sender_that_was_stopped_writes_nothing_after_the_offers_deadline(
     stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs before its timer's callback. Decode may have given the pages and the aux slot to another request."""
+    """It runs before its timer's callback. Decode may have reused the pages and the aux slot."""
     decode = FakeTransfer()
     prefill = FakeTransfer(peer=decode)
     sender, task = sending(prefill)
@@ -187,7 +187,7 @@ async def test_a_sender_that_was_stopped_writes_nothing_after_the_offers_deadlin
 @pytest.mark.parametrize("stage", ["pages", "aux"])
 @pytest.mark.parametrize("failure", [None, TransferFailed("lost")])
 async def test_a_cancelled_sender_is_over_only_when_its_write_is(stage: str, failure: TransferFailed | None) -> None:
-    """Whoever cancelled it reuses the pages; and it may be cancelled again while it waits."""
+    """The pages are reused after a cancellation, which may be repeated while it waits."""
     prefill = FakeTransfer()
     sender, task = sending(prefill)
     sender.offered(offer(num_cached_pages=5 if stage == "aux" else 0), endpoint())

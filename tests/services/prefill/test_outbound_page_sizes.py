@@ -1,4 +1,4 @@
-"""Prefill and decode with pages of different sizes: what prefill has written must be what decode's pages need."""
+"""Prefill and decode with pages of different sizes: prefill writes exactly what decode's pages need."""
 
 import asyncio
 
@@ -59,7 +59,7 @@ async def send(
 async def test_every_token_that_decode_lacks_lands_and_nothing_else_is_touched(
     ours: int, theirs: int, chunks: tuple[int, ...], cached_pages: int
 ) -> None:
-    """Of the last page only the prompt's own rows; of prefill's pages only what decode's cached prefix leaves."""
+    """Of the last page only the prompt's rows; of prefill's pages only the rows after decode's cached prefix."""
     prefill, decode = await send(ours, theirs, cached_pages, chunks)
     here, there = replace(LAYOUT, page_size=ours), replace(LAYOUT, page_size=theirs)
     source, target = pool(here, seed=3), pool(there, seed=4)
@@ -73,7 +73,7 @@ async def test_every_token_that_decode_lacks_lands_and_nothing_else_is_touched(
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
 async def test_chunks_cost_no_pieces_more_than_one_write(ours: int, theirs: int) -> None:
-    """What leaves after a chunk ends with a page of the smaller size: no stripe of one is sent in two parts."""
+    """After a chunk whole small pages are sent, so no stripe is sent in two parts."""
     in_chunks, _ = await send(ours, theirs, 0, CHUNKS)
     at_once, _ = await send(ours, theirs, 0, ())
     assert len(in_chunks.pieces) > len(at_once.pieces) == 1
@@ -81,7 +81,7 @@ async def test_chunks_cost_no_pieces_more_than_one_write(ours: int, theirs: int)
 
 
 async def test_a_chunk_leaves_before_the_larger_page_is_full() -> None:
-    """Of 100 tokens, 96: six pages of 16, though decode's page of 128 is not whole."""
+    """Of 100 tokens, 96 are sent: six pages of 16, although decode's page of 128 is not full."""
     prefill, _ = await send(16, 128, 0, (100,))
     first, last = prefill.pieces
     row = LAYOUT.num_stripes * LAYOUT.row_bytes

@@ -1,4 +1,4 @@
-"""The first token is drawn by a mask, and a prompt whose mask is not ready holds up no other."""
+"""The first token is drawn with a mask, and a prompt whose mask is not ready delays no other."""
 
 import asyncio
 

@@ -132,11 +132,11 @@ class Prefill:
 
     @property
     def failures(self) -> list[str]:
-        """What decode was told."""
+        """Return the failures reported to decode."""
         return [failed.error for failed in self.bus.of(RoomFailed)]
 
     async def closed(self) -> list[str]:
-        """The rooms that prefill reported to bootstrap; the report may come a little later."""
+        """Wait for the rooms that prefill reports to bootstrap."""
         self.service._rooms.send_closes()
         await turns()
         return [room for closing in self.bus.of(CloseRooms) for room in closing.rooms]
@@ -186,7 +186,7 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
 
 
 async def test_a_room_that_two_replicas_opened_is_closed_at_the_second_at_once(prefill: Prefill) -> None:
-    """Decode asks another replica when the first one is slow. The second offer's room stayed open until its deadline."""
+    """Decode calls another replica if the first one is slow. The second room stayed open until its deadline."""
     prefill.registry.book.put("boot2", record("boot2", "1", role="bootstrap"))
     await prefill.ask()
     await prefill.offer()
@@ -220,7 +220,7 @@ async def test_bootstrap_and_decode_are_reached_if_all_roles_of_a_host_have_one_
 
 
 async def test_rooms_that_are_over_are_closed_together(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.rooms.CLOSE_INTERVAL_S", 0.5)  # all are over before it has passed
+    monkeypatch.setattr("services.prefill.rooms.CLOSE_INTERVAL_S", 0.5)  # all end before it has passed
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")
         await prefill.offer(f"room-{number}", request_id=f"r{number}")
@@ -289,8 +289,8 @@ async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) 
 
 
 async def test_quiesce_is_answered_only_for_a_transfer_of_this_process(prefill: Prefill) -> None:
-    """A second process under the instance id of a frozen one answered at once that it writes nothing, while the first
-    could still write. An earlier release sends no epoch, and is answered."""
+    """A second process under the instance id of a frozen one answered for it, although the first could still write. An earlier
+    release sends no epoch, and is answered."""
     with pytest.raises(StaleInstance):
         await prefill.service.quiesce(Quiesce(request_id="r", cause="gone", epoch="of the frozen one"))
     for epoch in ("", prefill.registration.epoch):
@@ -358,7 +358,7 @@ async def test_a_repeated_call_is_answered_as_before_and_runs_once(prefill: Pref
 async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(
     prefill: Prefill, other: dict[str, str]
 ) -> None:
-    """The second one's end once cancelled the first, and `Quiesce` no longer found the first one's writes."""
+    """The end of the second one cancelled the first, and `Quiesce` did not find the first one's writes."""
     await prefill.ask()
     with pytest.raises(Rejected, match="in use"):
         await prefill.ask(**other)
@@ -404,7 +404,7 @@ async def test_an_offer_that_does_not_fit_is_refused_nothing_is_written_and_deco
 
 
 async def test_another_decode_instance_cannot_have_a_prompt_written_into_its_memory(prefill: Prefill) -> None:
-    """An offer for a known room was taken from any registered instance: it got the prompt's KV."""
+    """Any registered instance could offer pages for a known room, and got the prompt's KV."""
     prefill.registry.book.put("e", record("e", "1", kv=endpoint("decode-e")))
     await prefill.ask()
     prefill.computed()
@@ -417,8 +417,8 @@ async def test_another_decode_instance_cannot_have_a_prompt_written_into_its_mem
     assert prefill.transfer.writes
 
 
-async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Prefill) -> None:
-    """They go by another way, over bootstrap, and decode does not wait for an answer before it offers them."""
+async def test_pages_that_come_before_the_request_are_used_with_it(prefill: Prefill) -> None:
+    """They are sent over bootstrap, without waiting for the answer to the request."""
     assert await prefill.offer() == RoomOk(room=ROOM)
     await prefill.ask()
     prefill.computed()
@@ -490,8 +490,8 @@ async def test_a_client_that_leaves_is_no_failed_transfer(
 
 
 @pytest.mark.parametrize("how", ["quiesced", "refused", "done"])
-async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Prefill, how: str) -> None:
-    """Decode was told that its pages are safe, or has them: a question and an offer that come twice write nothing there."""
+async def test_nothing_is_written_for_a_request_that_has_ended(prefill: Prefill, how: str) -> None:
+    """Decode may have reused its pages: a repeated request and offer must write nothing there."""
     if how == "done":
         await prefill.ask()
         prefill.computed()
@@ -677,7 +677,7 @@ async def test_giving_up_ends_every_transfer(prefill: Prefill) -> None:
 
 
 async def test_a_leaving_instance_waits_for_pages_that_are_to_come_and_closes_their_rooms(prefill: Prefill) -> None:
-    """It left etcd, decode took its pages back, and the job began to write into them."""
+    """It left etcd, decode reused its pages, and the transfer wrote into them."""
     await prefill.ask()
     prefill.service.draining = True
     draining = asyncio.create_task(prefill.service.drained())
