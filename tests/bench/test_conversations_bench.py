@@ -52,11 +52,11 @@ class Endpoint:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         await asyncio.sleep(0.02)
-        said = f"to {body['messages'][-1]['content']}"
+        answer = f"to {body['messages'][-1]['content']}"
         deltas: list[dict[str, str]] = [
             {"role": "assistant", "content": ""},
-            {"content": said[:2]},
-            {"content": said[2:]},
+            {"content": answer[:2]},
+            {"content": answer[2:]},
         ]
         for delta in deltas:
             yield f"data: {json.dumps({'choices': [{'delta': delta, 'finish_reason': None}]})}\n\n"
@@ -130,14 +130,14 @@ def talked(prefills: list[Counted], local: float, ttft_s: float) -> dict[str, An
 
 
 def test_what_decode_computes_itself_counts() -> None:
-    told = talked([Counted(100, 300, 3), Counted(300, 0, 5)], 50, 0.2)
-    assert (told["computed"], told["computed_by_decode"], told["prefill_found"], told["decode_found"]) == (
+    found = talked([Counted(100, 300, 3), Counted(300, 0, 5)], 50, 0.2)
+    assert (found["computed"], found["computed_by_decode"], found["prefill_found"], found["decode_found"]) == (
         450,
         50,
         300,
         40,
     )
-    assert (told["load_spread"], told["requests_spread"]) == (1.5, 1.25)
+    assert (found["load_spread"], found["requests_spread"]) == (1.5, 1.25)
     assert spread([]) == spread([0, 0]) == 0
 
 
@@ -145,13 +145,13 @@ def test_a_target_is_met_by_medians_over_rounds() -> None:
     even = [Counted(250, 0, 4)] * 4
     lines = [{"label": "round_robin", **talked(even, 0, ttft)} for ttft in (0.2, 0.3, 0.4)]
     lines += [{"label": "kv_aware", **talked([Counted(90, 0, 4)] * 4, 30, ttft)} for ttft in (0.5, 0.1, 0.1)]
-    told = compare(lines, "kv_aware", "round_robin")
-    assert (told["computed"], told["met_computed"]) == (0.39, True)
-    assert (told["load_spread"], told["met_load_spread"]) == (1, True)
-    assert (told["ttft_ms_p50"], told["met_ttft_ms_p50"]) == (0.333, True)
+    found = compare(lines, "kv_aware", "round_robin")
+    assert (found["computed"], found["met_computed"]) == (0.39, True)
+    assert (found["load_spread"], found["met_load_spread"]) == (1, True)
+    assert (found["ttft_ms_p50"], found["met_ttft_ms_p50"]) == (0.333, True)
     uneven = [{"label": "kv_aware", **talked([Counted(500, 0, 8), *even[:3]], 0, 0.9)}]
-    told = compare(lines[:3] + uneven, "kv_aware", "round_robin")
-    assert not any(told[f"met_{name}"] for name in ("computed", "load_spread", "ttft_ms_p50"))
+    found = compare(lines[:3] + uneven, "kv_aware", "round_robin")
+    assert not any(found[f"met_{name}"] for name in ("computed", "load_spread", "ttft_ms_p50"))
 
 
 def test_answers_are_compared_conversation_by_conversation() -> None:

@@ -125,20 +125,20 @@ def test_what_a_server_refuses_is_counted_with_its_words(endpoint: Endpoint) -> 
     assert figures(run)["requests"] == 0
     assert "failed 3 times: HTTP 503" in table(run, "t")
     assert "come back later" in table(run, "t")
-    told = serve("--url", endpoint.url)
-    assert told.returncode == 1
-    assert f"1 of 1 requests to warm up {endpoint.url} failed: HTTP 503" in told.stderr
-    assert told.stderr.count("\n") == 1
+    result = serve("--url", endpoint.url)
+    assert result.returncode == 1
+    assert f"1 of 1 requests to warm up {endpoint.url} failed: HTTP 503" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_table_and_a_line_for_each_level(endpoint: Endpoint, tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     args = ["--concurrency", "1", "--concurrency", "3", "--requests", "2", "--input-len", "7", "--output-len", "4"]
-    told = serve("--url", endpoint.url, *args, "--json", str(lines))
-    assert told.returncode == 0, told.stderr
+    result = serve("--url", endpoint.url, *args, "--json", str(lines))
+    assert result.returncode == 0, result.stderr
     assert {body["model"] for body in endpoint.bodies} == {"first"}, "the first that the server names"
-    assert told.stdout.count("TTFT") == 2
-    assert "Total token throughput (tok/s)" in told.stdout
+    assert result.stdout.count("TTFT") == 2
+    assert "Total token throughput (tok/s)" in result.stdout
     one, three = (json.loads(line) for line in lines.read_text().splitlines())
     assert (one["concurrency"], one["requests"], three["concurrency"], three["requests"]) == (1, 2, 3, 6)
     assert {"label", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "output_tok_s", "req_s", "e2e_ms_p99"} <= one.keys()
@@ -149,8 +149,8 @@ def test_a_table_and_a_line_for_each_level(endpoint: Endpoint, tmp_path: Path) -
 
 def test_a_rate_of_requests_and_a_trace(endpoint: Endpoint, tmp_path: Path) -> None:
     rate = ["--request-rate", "50", "--num-prompts", "12", "--output-len", "3", "--input-len", "8"]
-    told = serve("--url", endpoint.url, *rate, "--workload", "sharegpt-like", "--json", "-")
-    line = json.loads(told.stdout)
+    result = serve("--url", endpoint.url, *rate, "--workload", "sharegpt-like", "--json", "-")
+    line = json.loads(result.stdout)
     assert (line["requests"], line["request_rate"], line["workload"]) == (12, 50.0, "sharegpt-like")
     path = tmp_path / "trace.jsonl"
     requests = [{"timestamp": 400 * i, "input_length": 600, "output_length": 30, "hash_ids": [0, i]} for i in range(3)]
@@ -158,8 +158,8 @@ def test_a_rate_of_requests_and_a_trace(endpoint: Endpoint, tmp_path: Path) -> N
     endpoint.times_s.clear()
     endpoint.bodies.clear()
     replay = ["--workload", "trace-replay", "--trace", str(path), "--trace-scale", "0.1", "--warmup", "0"]
-    told = serve("--url", endpoint.url, *replay, "--json", "-")
-    assert json.loads(told.stdout)["output_tokens"] == 9, told.stderr
+    result = serve("--url", endpoint.url, *replay, "--json", "-")
+    assert json.loads(result.stdout)["output_tokens"] == 9, result.stderr
     assert endpoint.times_s[2] - endpoint.times_s[0] >= 0.4  # 0.8, less what a busy machine is late with the first
     prompts = [body["prompt"].split() for body in endpoint.bodies]
     assert len({tuple(prompt[:51]) for prompt in prompts}) == 1
@@ -200,20 +200,20 @@ def test_an_interrupted_load_prints_its_figures(endpoint: Endpoint, number: sign
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         wait_until(lambda: len(endpoint.bodies) >= 6 or process.poll() is not None)
         process.send_signal(number)
-        told, errors = process.communicate(timeout=PATIENCE_S)
+        output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    assert told.count("Successful requests") == 1, "the other level was not begun"
-    [successful] = [line.split()[-1] for line in told.splitlines() if line.startswith("Successful")]
-    [cut] = [line.split()[-1] for line in told.splitlines() if line.startswith("Cut off")]
+    assert output.count("Successful requests") == 1, "the other level was not begun"
+    [successful] = [line.split()[-1] for line in output.splitlines() if line.startswith("Successful")]
+    [cut] = [line.split()[-1] for line in output.splitlines() if line.startswith("Cut off")]
     assert int(successful) >= 4
     assert int(cut) == 2
 
 
 def test_a_rate_may_have_a_bound_on_requests_at_once(endpoint: Endpoint) -> None:
     rate = ["--request-rate", "1000", "--num-prompts", "12", "--output-len", "3", "--input-len", "8", "--warmup", "0"]
-    told = serve("--url", endpoint.url, *rate, "--max-concurrency", "3", "--json", "-")
-    line = json.loads(told.stdout)
+    result = serve("--url", endpoint.url, *rate, "--max-concurrency", "3", "--json", "-")
+    line = json.loads(result.stdout)
     assert (line["requests"], line["max_concurrency"], line["peak_in_flight"]) == (12, 3, 3)
     assert endpoint.most == 3
 
@@ -239,31 +239,31 @@ def test_the_mesh_of_this_machine_is_found_by_its_state_directory(tmp_path: Path
 
 def test_no_server_is_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    told = serve("--url", url)
-    assert told.returncode == 1
-    assert told.stderr.startswith(f"no server at {url} (")
-    assert told.stderr.count("\n") == 1
+    result = serve("--url", url)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"no server at {url} (")
+    assert result.stderr.count("\n") == 1
 
 
 def test_what_cannot_work_is_said_before_the_load(endpoint: Endpoint, tmp_path: Path) -> None:
-    for args, said in (
+    for args, error in (
         (["--json", str(tmp_path / "none" / "x")], f"the directory {tmp_path / 'none'}"),
         (["--request-rate", "1", "--concurrency", "1"], "--concurrency and --request-rate exclude each other"),
         (["--max-concurrency", "1"], "--max-concurrency limits --request-rate or a trace"),
         (["--workload", "trace-replay"], "--workload trace-replay requires --trace FILE"),
         (["--workload", "trace-replay", "--trace", str(tmp_path / "none")], "No such file or directory"),
     ):
-        told = serve("--url", endpoint.url, "--warmup", "0", *args)
-        assert (told.returncode, told.stderr.count("\n")) == (1, 1)
-        assert said in told.stderr
+        result = serve("--url", endpoint.url, "--warmup", "0", *args)
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        assert error in result.stderr
     assert endpoint.bodies == []
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['matplotlib'] = None; from bench.load.plot import pyplot; pyplot()"
-    told = subprocess.run([sys.executable, "-c", blocked], cwd=REPO, capture_output=True, text=True, check=False)
-    assert told.returncode == 1
-    assert told.stderr.strip().endswith("pip install -e '.[bench]'")
+    result = subprocess.run([sys.executable, "-c", blocked], cwd=REPO, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith("pip install -e '.[bench]'")
 
 
 def test_a_picture_of_both_distributions(tmp_path: Path) -> None:

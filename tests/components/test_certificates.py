@@ -60,7 +60,7 @@ def with_passphrase(files: TlsFiles) -> TlsFiles:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "error"),
     [
         (gone, r"MESH_TLS__KEY .*/decode\.key: No such file or directory"),
         (swapped, r"MESH_TLS__CERTIFICATE .*/decode\.key: this is not a PEM certificate"),
@@ -75,9 +75,9 @@ def with_passphrase(files: TlsFiles) -> TlsFiles:
     ],
 )
 def test_a_wrong_file_is_named_with_its_setting(
-    files: TlsFiles, spoil: Callable[[TlsFiles], TlsFiles], said: str
+    files: TlsFiles, spoil: Callable[[TlsFiles], TlsFiles], error: str
 ) -> None:
-    with pytest.raises(WrongSettings, match=said):
+    with pytest.raises(WrongSettings, match=error):
         Certificates(spoil(files)).current()
 
 

@@ -45,12 +45,12 @@ def test_a_planner_that_finds_no_mesh_names_the_state_directory(
     for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
         monkeypatch.delenv(f"MESH_{name}", raising=False)
     read_settings(["--state-dir", str(tmp_path)])
-    said = f"no services.local runs with state directory {tmp_path} (--state-dir): trying the usual ports"
-    assert caplog.messages == [said]
+    line = f"no services.local runs with state directory {tmp_path} (--state-dir): trying the usual ports"
+    assert caplog.messages == [line]
     read_settings(["--state-dir", str(tmp_path), "--nats-url", "nats://n:2"])
     running(tmp_path, os.getpid())
     read_settings(["--state-dir", str(tmp_path)])
-    assert caplog.messages == [said]
+    assert caplog.messages == [line]
 
 
 def test_a_mesh_that_has_ended_is_not_found(tmp_path: Path) -> None:

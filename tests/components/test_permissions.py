@@ -362,16 +362,16 @@ def test_rights_name_no_other_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("users", "said"),
+    ("users", "error"),
     [
         (["decode/host1", "prefill/host1"], "decode/host1 and prefill/host1 are both the user host1"),
         (["decode", "prefill/decode"], "decode and prefill/decode are both the user decode"),
         (["decode/root"], "root is the administrator's name"),
     ],
 )
-def test_a_name_that_two_users_would_share_is_refused(users: list[str], said: str) -> None:
+def test_a_name_that_two_users_would_share_is_refused(users: list[str], error: str) -> None:
     """Of instances named by their host only the last one was written, and the others had its rights."""
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(SystemExit, match=error):
         users_of(users)
     assert users_of(["decode/d1", "prefill/p1", "planner"]) == {
         "d1": "decode/d1",

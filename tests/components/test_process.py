@@ -37,10 +37,10 @@ class Service:
 def test_a_draining_service_refuses_new_requests_and_finishes_the_others() -> None:
     async def test() -> None:
         service = Service()
-        told: list[bool] = []
-        leaving = asyncio.create_task(drain(service, 1000, lambda: told.append(service.draining)))
+        states: list[bool] = []
+        leaving = asyncio.create_task(drain(service, 1000, lambda: states.append(service.draining)))
         await asyncio.sleep(0)
-        assert told == [True], "everybody hears of it at once"
+        assert states == [True], "all are notified at once"
         assert not leaving.done()
         service.empty.set()
         await leaving

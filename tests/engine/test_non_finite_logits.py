@@ -1,4 +1,4 @@
-"""NaN or infinite logits fail the request that they are of, and nothing else in its batch."""
+"""NaN or infinite logits fail their own request, and no other of the batch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,7 +62,7 @@ class Even:
 
 
 class Breaking:
-    """A forward whose step `at` gives `value` as the logit of `token`, or of all, in its last row."""
+    """A forward whose step `at` returns `value` as the logit of `token`, or of all, in its last row."""
 
     kind = EagerForward.kind
 
@@ -111,7 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def test_only_the_request_whose_logits_are_not_finite_fails(
     tiny: LoadedModel, how: dict[str, Any], value: float, token: int | None
 ) -> None:
-    """Sampled, a NaN became an id one beyond the vocabulary, and failed the whole batch in the next step."""
+    """A sampled NaN became an id beyond the vocabulary, which failed the whole batch in the next step."""
     core = broken_at(tiny, 3, value, token)
     seen = run(
         core, [*others(), EngineRequest("r", prompt(LONG), SamplingParams(max_tokens=20, **how, ignore_eos=True))]
@@ -132,7 +132,7 @@ def test_a_masked_request_fails_alone_and_its_mask_is_not_told(tiny: LoadedModel
         assert all(len(seen.tokens[other.request_id]) == 12 for other in others())
 
 
-def test_pages_of_a_broken_request_are_found_by_nobody(tiny: LoadedModel) -> None:
+def test_pages_of_a_broken_request_are_found_by_no_other(tiny: LoadedModel) -> None:
     """Their KV may be broken, and would break each request that shares the prefix."""
     core = broken_at(tiny, 3)
     seen = run(core, [EngineRequest("r", prompt(LONG), greedy(20, ignore_eos=True))])
@@ -185,7 +185,7 @@ def sampled_twice(tiny: LoadedModel, length: int = LONG) -> tuple[SamplingParams
 
 
 def test_a_branch_that_breaks_at_once_leaves_no_pages_of_a_prompt_whose_first_branch_is_over(tiny: LoadedModel) -> None:
-    """The prompt's pages counted as published by the first branch alone, and it was no longer asked."""
+    """Only the first branch, which had ended, counted as the publisher of the prompt's pages."""
     params, first, second = sampled_twice(tiny)
     assert first[0] != second[0]
     core = broken_at(tiny, 1)
@@ -199,7 +199,7 @@ def test_a_branch_that_breaks_at_once_leaves_no_pages_of_a_prompt_whose_first_br
 def test_a_branch_that_ended_in_flight_does_not_publish_the_prompt_of_a_broken_one(
     tiny: LoadedModel, length: int
 ) -> None:
-    """It gives its pages back when the step has landed: after the other branch had them forgotten."""
+    """It frees its pages at the end of the step, after the other branch had unpublished them."""
     params, first, second = sampled_twice(tiny, length)
     assert second[1] not in {*first[:4], second[0]}
     core = broken_at(tiny, 3)
@@ -220,7 +220,7 @@ def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel)
 
 
 def test_prompt_logprobs_that_are_no_numbers_fail_the_request(tiny: LoadedModel) -> None:
-    """JSON has no NaN. Here the first chunk of the prompt breaks, from which nothing is drawn."""
+    """JSON has no NaN. Here the first chunk of the prompt breaks, without a draw."""
     core = assemble(tiny, small(max_step_tokens=18), Breaking(tiny, 0, float("nan"), None))
     seen = run(core, [EngineRequest("r", prompt(LONG), greedy(3, prompt_logprobs=1))])
     assert list(seen.failed) == ["r"]
@@ -243,7 +243,7 @@ def test_a_vector_that_is_not_finite_fails_its_text(tmp_path: Path) -> None:
 
 
 def test_tokens_that_never_come_are_no_defect() -> None:
-    """A logit of -inf is what masks write, and some models too."""
+    """Masks write logits of -inf, as do some models."""
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[:, 9] = 0.0
     rows = [make_row([1], temperature=0.0), make_row([1])]

@@ -1,4 +1,4 @@
-"""A step is planned while another is in flight: what is assumed then, and what becomes of it when it was wrong."""
+"""A step is planned while another is in flight, with assumptions that may prove wrong."""
 
 import random
 from collections.abc import Sequence
@@ -40,15 +40,15 @@ PAGE = 16
 
 
 class Device:
-    """Computes nothing, but records its calls in order, and the pages into which it may be writing."""
+    """Records its calls, and the pages into which it may write."""
 
     takes_cpu = False
     forward_kind = ""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.flying: list[DeviceStep] = []
-        self.answers: dict[str, list[int]] = {}  # what is drawn, by request and number of tokens; else a 7
+        self.answers: dict[str, list[int]] = {}  # draws by request and number of tokens; else a 7
         self.failing: dict[int, str] = {}  # number of a step: where it fails
         self.rows: list[list[str]] = []  # ids of the requests in each step
         self.copied: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ class Device:
     def launch(self, chunks: Sequence[Chunk]) -> "DeviceStep":
         number = len(self.rows)
         self.rows.append([chunk.request.id for chunk in chunks])
-        self.say("launch", number)
+        self.record("launch", number)
         assert len(self.flying) <= 1
         assert all(step.sampled for step in self.flying), "their tokens are needed on the device"
         ahead = {chunk.request for step in self.flying for chunk in step.chunks if chunk.samples}
@@ -73,8 +73,8 @@ class Device:
         """Pages that steps in flight write."""
         return {page for step in self.flying for page in step.pages}
 
-    def say(self, what: str, number: int) -> None:
-        self.told.append(f"{what} {number}")
+    def record(self, what: str, number: int) -> None:
+        self.calls.append(f"{what} {number}")
         if self.failing.get(number) == what:
             raise StepFailed("out of memory")
 
@@ -93,7 +93,7 @@ class DeviceStep:
         assert self.device.flying == [self], "the step before has landed"
         assert all(len(c.request.tokens) == c.end for c in self.chunks if c.samples and not c.dropped)
         try:
-            self.device.say("sample", self.number)
+            self.device.record("sample", self.number)
         except StepFailed:
             self.device.flying.remove(self)
             raise
@@ -105,7 +105,7 @@ class DeviceStep:
     def result(self) -> Sequence[Sequence[int]]:
         assert self.device.flying[0] is self
         self.device.flying.remove(self)
-        self.device.say("result", self.number)
+        self.device.record("result", self.number)
         return [(self.draw(chunk),) if chunk.samples else () for chunk in self.chunks]
 
     def draw(self, chunk: Chunk) -> int:
@@ -143,7 +143,7 @@ def test_a_step_is_launched_before_the_one_before_is_waited_for_and_drawn_after(
     core.submit(EngineRequest("r", prompt(60), greedy(3)))
     seen = run_until_idle(core)
     assert seen.tokens["r"] == [7, 7, 7]
-    assert device.told[:8] == [
+    assert device.calls[:8] == [
         *("launch 0", "sample 0"),
         *("launch 1", "result 0", "sample 1"),
         *("launch 2", "result 1", "sample 2"),
@@ -155,7 +155,7 @@ def test_without_a_pipeline_each_step_lands_before_the_next_one_is_planned(devic
     core = core_on(device, pipeline="off")
     core.submit(EngineRequest("r", prompt(20), greedy(2)))
     run_until_idle(core)
-    assert device.told == ["launch 0", "sample 0", "result 0", "launch 1", "sample 1", "result 1"]
+    assert device.calls == ["launch 0", "sample 0", "result 0", "launch 1", "sample 1", "result 1"]
 
 
 @pytest.mark.parametrize(
@@ -220,15 +220,15 @@ def test_a_request_cancelled_in_flight_says_nothing_more_and_leaves_no_page(
     for _ in range(steps):
         seen.take(core.step())
     assert device.flying
-    told = len(seen.tokens.get("r", [])), len(seen.computed.get("prefill", []))
+    before = len(seen.tokens.get("r", [])), len(seen.computed.get("prefill", []))
     core.cancel("r")
     core.cancel("prefill")
     core.release("prefill")
     check_pages(core)
-    core.submit(EngineRequest("r", prompt(9, start=3), greedy(2)))  # the id is free, whatever is in flight under it
+    core.submit(EngineRequest("r", prompt(9, start=3), greedy(2)))  # the id is free, even if a step has it
     device.answers = {"r": [50, 51]}
     run_until_idle(core, seen)
-    assert (len(seen.tokens["r"]) - 2, len(seen.computed.get("prefill", []))) == told
+    assert (len(seen.tokens["r"]) - 2, len(seen.computed.get("prefill", []))) == before
     assert seen.tokens["r"][-2:] == [50, 51]
     assert seen.tokens["other"] == [7] * 12
     assert core.step().stats.held_pages == 0
@@ -246,8 +246,8 @@ def test_nobody_is_preempted_while_in_flight(device: Device) -> None:
         check_pages(core)
         if seen.steps[-1].preemptions > preemptions:
             preemptions = seen.steps[-1].preemptions
-            told = device.told[device.told.index(f"launch {launched - 1}") :]
-            assert told.index(f"result {launched - 1}") < told.index(f"launch {launched}")
+            calls = device.calls[device.calls.index(f"launch {launched - 1}") :]
+            assert calls.index(f"result {launched - 1}") < calls.index(f"launch {launched}")
     assert preemptions > 1
     assert all(tokens == [7] * 60 for tokens in seen.tokens.values())
 
@@ -320,21 +320,21 @@ def test_pages_are_reserved_while_a_step_is_waited_for(device: Device, pipeline:
     core.submit(EngineRequest("other", prompt(5), greedy(20)))
     core.submit(EngineRequest("early", prompt(20, start=1), greedy(3), Phase.DECODE))
     seen = Seen()
-    told: list[list[str]] = []
+    reserved: list[list[str]] = []
 
-    while not told:
-        for said in core.stepping():
-            if isinstance(said, StepOutput):
-                seen.take(said)
+    while not reserved:
+        for part in core.stepping():
+            if isinstance(part, StepOutput):
+                seen.take(part)
                 continue
-            told.append([r.request_id for r in said.reserved])
+            reserved.append([r.request_id for r in part.reserved])
             assert device.flying
-            assert said.wait_s in {0.1, 0.2}
-            if said.wait_s == 0.2:
-                core.submit(EngineRequest(f"late {len(told)}", prompt(20, start=2), greedy(3), Phase.DECODE))
+            assert part.wait_s in {0.1, 0.2}
+            if part.wait_s == 0.2:
+                core.submit(EngineRequest(f"late {len(reserved)}", prompt(20, start=2), greedy(3), Phase.DECODE))
     early = [["early"], []][pipeline == "on"]  # else the step that reserved it had none to wait for
-    assert told == [early, ["late 1"]]
-    assert seen.reserved.keys() == {"early"} - {*early}, "nobody is told twice"
+    assert reserved == [early, ["late 1"]]
+    assert seen.reserved.keys() == {"early"} - {*early}, "each is reported once"
     run_until_idle(core, seen)
     assert seen.tokens["other"] == [7] * 20
 
@@ -345,11 +345,11 @@ def test_a_request_may_end_while_two_steps_of_it_are_under_way(core: EngineCore,
     seen = Seen()
     for _ in range(3):
         seen.take(core.step())
-    told = len(seen.tokens["goes"])
+    before = len(seen.tokens["goes"])
 
-    for said in core.stepping():
-        if isinstance(said, StepOutput):
-            seen.take(said)
+    for part in core.stepping():
+        if isinstance(part, StepOutput):
+            seen.take(part)
             continue
         assert len(device.flying) == 2
         core.cancel("goes")
@@ -357,7 +357,7 @@ def test_a_request_may_end_while_two_steps_of_it_are_under_way(core: EngineCore,
         check_pages(core)
         core.cancel("next")
     run_until_idle(core, seen)
-    assert len(seen.tokens["goes"]) == told
+    assert len(seen.tokens["goes"]) == before
     assert seen.tokens["stays"] == [7] * 20
     assert core.step().stats.held_pages == 0
 
@@ -393,7 +393,7 @@ def test_a_step_that_fails_beside_another_in_flight_fails_its_own_requests(
 
 
 def test_a_step_in_flight_is_work(core: EngineCore, device: Device) -> None:
-    """Else a loop would go to sleep over it, and its tokens would come with the next request."""
+    """Otherwise a loop would sleep, and return its tokens only with the next request."""
     core.submit(EngineRequest("r", prompt(5), greedy(1)))
     assert not core.step().tokens
     assert core.has_work()
@@ -405,7 +405,7 @@ def test_a_step_in_flight_is_work(core: EngineCore, device: Device) -> None:
 
 
 def test_an_end_that_a_mask_or_a_penalty_decides_is_drawn_from_all_tokens_before(tiny: LoadedModel) -> None:
-    """Penalties look at the latest token; it is on the host when tokens are drawn, though not when the step is planned."""
+    """Penalties need the latest token, which is on the host at the draw, but not at the planning."""
     sampling = greedy(40, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0, logprobs=2)
     seen = run(make_engine(tiny, pipeline="on"), [EngineRequest("r", prompt(20), sampling)])
     assert seen.tokens["r"] == alone(tiny, prompt(20), sampling, pipeline="off")
@@ -413,7 +413,7 @@ def test_an_end_that_a_mask_or_a_penalty_decides_is_drawn_from_all_tokens_before
 
 
 class NoWaiting(TorchFunctionMode):
-    """Refuses what makes the host wait for a device, or copies to it from memory that is not pinned."""
+    """Refuses operations that wait for the device, or copy to it from memory that is not pinned."""
 
     REFUSED = {
         *(torch.tensor, torch.nonzero, torch.masked_select, torch.Tensor.nonzero, torch.Tensor.masked_select),
@@ -437,7 +437,7 @@ class NoWaiting(TorchFunctionMode):
 def test_nothing_waits_for_the_device_between_launch_and_result(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a CPU nothing is lost by waiting; the operations are the same on a device that would idle meanwhile."""
+    """On a CPU waits cost nothing, but a device would idle."""
     watched: list[str] = []
 
     def watch(owner: type, name: str) -> None:
@@ -494,8 +494,8 @@ class AllowsAll:
         return self
 
 
-def test_a_mask_is_not_asked_again_after_the_end(tiny: LoadedModel) -> None:
-    """The row that is computed for nothing behind an end is drawn for without its mask: a grammar that is over may raise."""
+def test_a_mask_is_not_used_after_the_end(tiny: LoadedModel) -> None:
+    """The discarded row after an end is drawn without its mask: a completed grammar may raise."""
 
     class Grammar(AllowsAll):
         over = False
@@ -527,7 +527,7 @@ Action = st.one_of(
 def test_no_page_that_a_step_in_flight_writes_is_ever_another_s(
     actions: list[tuple[str, int, Phase | None]], chance: random.Random
 ) -> None:
-    """Neither reserved for a transfer, nor in the prefix cache, nor in the table of any request but its own."""
+    """It is not reserved for a transfer, cached, or in the block table of another request."""
     device = Device()
     core = core_on(device, num_pages=10, max_running=5, max_step_tokens=24, reserve_tokens=8)
     names: list[str] = []

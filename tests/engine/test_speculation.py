@@ -1,4 +1,4 @@
-"""Speculative decoding changes no token: drafts that are right save steps, wrong ones cost nothing but their computation."""
+"""Speculative decoding changes no token: right drafts save steps, wrong ones only cost computation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ from tests.engine.tiny_engine import (
 
 
 class Strict(Cycle):
-    """Wears out if it has to accept what it did not allow, as a compiled grammar does."""
+    """Fails after a token that it did not allow, like a compiled grammar."""
 
     def accept(self, token_id: int) -> None:
         assert token_id == self.tokens[len(self.accepted) % len(self.tokens)]
@@ -45,7 +45,7 @@ class Strict(Cycle):
 
 
 def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
-    """The chunks of each step from now on."""
+    """Record the chunks of each step."""
     launched: list[Sequence[Chunk]] = []
     launch = engine._runner.launch
 
@@ -60,7 +60,7 @@ def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
 ROOM = {"max_running": 24, "num_pages": 200}
 
 
-def asked(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[EngineRequest]:
+def requests_for(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[EngineRequest]:
     return [EngineRequest(f"r{i}", prompt(20 + 17 * i, start=i), sampling, **changes) for i in range(count)]
 
 
@@ -68,11 +68,11 @@ def asked(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[Engi
 @pytest.mark.parametrize("how", VARIED)
 def test_answers_are_the_same_in_fewer_steps(tiny: LoadedModel, how: dict[str, Any], lies: int) -> None:
     sampling = SamplingParams(**{"max_tokens": 40, "seed": 3, **how})
-    plain = run(make_engine(tiny), asked(sampling))
+    plain = run(make_engine(tiny), requests_for(sampling))
     engine = guided(
-        make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in asked(sampling)}), lies
+        make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests_for(sampling)}), lies
     )
-    guessed = run(engine, asked(sampling))
+    guessed = run(engine, requests_for(sampling))
     assert guessed.tokens == plain.tokens
     assert guessed.finish == plain.finish
     assert guessed.logprobs.keys() == plain.logprobs.keys()
@@ -89,9 +89,9 @@ def test_answers_are_the_same_in_fewer_steps(tiny: LoadedModel, how: dict[str, A
 
 def test_branches_are_the_same(tiny: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3)
-    plain = run(make_engine(tiny), asked(sampling, 1))
+    plain = run(make_engine(tiny), requests_for(sampling, 1))
     engine = guided(make_engine(tiny), texts_of(plain, {"r0": prompt(20)}), lies=4)
-    guessed = run(engine, asked(sampling, 1))
+    guessed = run(engine, requests_for(sampling, 1))
     assert (guessed.tokens, guessed.branches) == (plain.tokens, plain.branches)
     assert guessed.steps[-1].accepted_tokens > 0
 
@@ -107,12 +107,12 @@ def test_drafts_that_a_mask_forbids_are_not_checked(tiny: LoadedModel) -> None:
 
 
 def test_nothing_comes_after_a_stop_token_or_the_last_allowed_one(tiny: LoadedModel) -> None:
-    plain = run(make_engine(tiny), asked(greedy(40, ignore_eos=True), 1)).tokens["r0"]
+    plain = run(make_engine(tiny), requests_for(greedy(40, ignore_eos=True), 1)).tokens["r0"]
     at = next(i for i in range(8, 40) if plain[i] not in plain[:i])
     texts = [prompt(20) + plain]
     engine = guided(make_engine(tiny), texts)
     steps = chunks_of(engine)
-    stopped = run(engine, asked(greedy(40, ignore_eos=True, stop_token_ids=(plain[at],)), 1))
+    stopped = run(engine, requests_for(greedy(40, ignore_eos=True, stop_token_ids=(plain[at],)), 1))
     assert (stopped.tokens["r0"], stopped.finish["r0"]) == (plain[: at + 1], FinishReason.STOP)
     drafts = [draft for chunks in steps for chunk in chunks for draft in chunk.drafts]
     assert drafts
@@ -121,15 +121,15 @@ def test_nothing_comes_after_a_stop_token_or_the_last_allowed_one(tiny: LoadedMo
     for count in range(1, 12):
         engine = guided(make_engine(tiny), texts)
         steps = chunks_of(engine)
-        limited = run(engine, asked(greedy(count, ignore_eos=True), 1))
+        limited = run(engine, requests_for(greedy(count, ignore_eos=True), 1))
         assert max(chunk.end for chunks in steps for chunk in chunks) < 20 + count, "the last token needs no KV"
         assert (limited.tokens["r0"], limited.finish["r0"]) == (plain[:count], FinishReason.LENGTH)
-    at_the_end = run(guided(make_engine(tiny, max_context=37), texts), asked(greedy(40, ignore_eos=True), 1))
+    at_the_end = run(guided(make_engine(tiny, max_context=37), texts), requests_for(greedy(40, ignore_eos=True), 1))
     assert at_the_end.tokens["r0"] == plain[:17]
 
 
 def test_what_was_guessed_is_cached_as_what_was_computed_alone(tiny: LoadedModel) -> None:
-    first = asked(greedy(60, ignore_eos=True), 1)
+    first = requests_for(greedy(60, ignore_eos=True), 1)
     plain = run(make_engine(tiny), first).tokens["r0"]
     engine = guided(make_engine(tiny), [prompt(20) + plain], lies=3)
     run(engine, first)
@@ -156,10 +156,10 @@ def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_dra
 def test_the_cost_of_decodes_is_learned_without_that_of_their_drafts(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with a prompt has no drafts. What the drafts of other steps cost made its chunk half as long again."""
+    """Steps with prompts have no drafts, but the cost of other steps' drafts lengthened their chunks by half."""
     clock = [0.0]
     monkeypatch.setattr("engine.core.engine_core.perf_counter", lambda: clock[0])
-    requests = asked(greedy(40, ignore_eos=True))
+    requests = requests_for(greedy(40, ignore_eos=True))
     plain = run(make_engine(tiny), requests)
     engine = guided(
         make_engine(tiny, speculative_tokens=7, pipeline="off"),
@@ -198,7 +198,7 @@ def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
     assert cost is not None
     steps, learned = chunks_of(engine), []
     monkeypatch.setattr(cost, "stepped", lambda rows, _step_s: learned.append(rows))
-    seen = run(engine, asked(greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))))
+    seen = run(engine, requests_for(greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))))
     engine.submit(EngineRequest("d", prompt(20), greedy(9), Phase.DECODE))
     assert engine.step().reserved
     decodes = [chunks for chunks in steps if all(chunk.start >= chunk.request.prompt_len for chunk in chunks)]
@@ -209,7 +209,7 @@ def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
 def test_the_needed_chance_is_asked_for_no_more_drafts_than_a_request_may_have(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was averaged over all free rows, which made a single client's drafts seem too expensive."""
+    """It was averaged over all free rows, so a single client's drafts seemed too expensive."""
     engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
     cost, asked_for = engine._row_cost, list[tuple[int, int, int]]()
     assert cost is not None
@@ -234,7 +234,7 @@ def test_no_cost_is_learned_from_a_step_that_failed(tiny: LoadedModel, monkeypat
     def failing(chunks: Sequence[Chunk]) -> Any:
         raise StepFailed("no memory")
 
-    engine.submit(asked(greedy(9, ignore_eos=True), 1)[0])
+    engine.submit(requests_for(greedy(9, ignore_eos=True), 1)[0])
     engine.step()
     monkeypatch.setattr(engine._runner, "launch", failing)
     assert engine.step().failed
@@ -254,7 +254,7 @@ def test_all_requests_share_the_places_for_drafts(tiny: LoadedModel) -> None:
 
 
 def test_a_step_with_a_prompt_has_no_drafts(tiny: LoadedModel) -> None:
-    requests = asked(greedy(60, ignore_eos=True), 2)
+    requests = requests_for(greedy(60, ignore_eos=True), 2)
     sizes = {"max_step_tokens": 16, "max_running": 8}
     plain = run(make_engine(tiny, **sizes), requests)
     texts = texts_of(plain, {r.request_id: list(r.token_ids) for r in requests})
@@ -289,7 +289,7 @@ def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
 
 
 def test_a_prompt_is_not_admitted_for_a_page_that_drafts_took(tiny: LoadedModel) -> None:
-    """The request with wrong drafts had a page more than its reserve: that counted as a page to come."""
+    """A page beyond the reserve, taken by wrong drafts, counted as a future page."""
     first = EngineRequest("drafts", prompt(13), greedy(40, ignore_eos=True))
     plain = run(make_engine(tiny), [first]).tokens["drafts"]
     engine = guided(make_engine(tiny, num_pages=6, reserve_tokens=0), [prompt(13) + plain], lies=1)
@@ -303,7 +303,7 @@ def test_a_prompt_is_not_admitted_for_a_page_that_drafts_took(tiny: LoadedModel)
 
 @pytest.mark.parametrize("max_running", [1, 2])
 def test_a_small_batch_has_as_many_drafts(tiny: LoadedModel, max_running: int) -> None:
-    (request,) = asked(greedy(40, ignore_eos=True), 1)
+    (request,) = requests_for(greedy(40, ignore_eos=True), 1)
     plain = run(make_engine(tiny), [request]).tokens["r0"]
     engine = guided(make_engine(tiny, max_running=max_running), [prompt(20) + plain])
     steps = chunks_of(engine)
@@ -343,7 +343,7 @@ def test_a_step_is_not_planned_ahead_while_its_tokens_are_guessed() -> None:
 
 def test_a_stream_whose_kv_came_from_elsewhere_is_guessed_too(tiny: LoadedModel) -> None:
     sampling = greedy(40, ignore_eos=True)
-    plain = run(make_engine(tiny), asked(sampling, 1)).tokens["r0"]
+    plain = run(make_engine(tiny), requests_for(sampling, 1)).tokens["r0"]
     elsewhere = make_engine(tiny)
     computed = prefilled(elsewhere, "p", prompt(20), sampling)
     engine = guided(make_engine(tiny), [prompt(20) + plain])
@@ -362,10 +362,10 @@ def test_a_stream_whose_kv_came_from_elsewhere_is_guessed_too(tiny: LoadedModel)
 def test_a_request_that_is_cancelled_while_drafts_are_checked_gives_back_its_pages(
     tiny: LoadedModel, when: int
 ) -> None:
-    plain = run(make_engine(tiny), asked(greedy(40, ignore_eos=True), 1)).tokens["r0"]
+    plain = run(make_engine(tiny), requests_for(greedy(40, ignore_eos=True), 1)).tokens["r0"]
     engine = guided(make_engine(tiny), [prompt(20) + plain])
     steps = chunks_of(engine)
-    engine.submit(asked(greedy(40, ignore_eos=True), 1)[0])
+    engine.submit(requests_for(greedy(40, ignore_eos=True), 1)[0])
     for _ in range(when):
         engine.step()
     launch = engine._runner.launch
@@ -384,10 +384,10 @@ def test_a_request_that_is_cancelled_while_drafts_are_checked_gives_back_its_pag
 
 
 def test_a_text_that_repeats_itself_is_guessed_from_its_own_tokens(tiny: LoadedModel) -> None:
-    """With the lookup that users get. The bias makes the model repeat one token."""
+    """With the default lookup. The bias makes the model repeat one token."""
     sampling = greedy(50, ignore_eos=True, logit_bias=((77, 100.0),))
-    plain = run(make_engine(tiny), asked(sampling))
-    guessed = run(at_no_cost(make_engine(tiny, speculative_tokens=4, pipeline="off")), asked(sampling))
+    plain = run(make_engine(tiny), requests_for(sampling))
+    guessed = run(at_no_cost(make_engine(tiny, speculative_tokens=4, pipeline="off")), requests_for(sampling))
     assert guessed.tokens == plain.tokens
     assert guessed.steps[-1].accepted_tokens > 50
 

@@ -1,4 +1,4 @@
-"""A mesh under load whose processes are replaced one after the other."""
+"""A mesh under load whose processes are replaced one by one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ class RollingMesh:
     balancer: Balancer
 
     def start(self, role: str, **env: str) -> Worker:
-        """Returns once it takes requests."""
+        """Return once it accepts requests."""
         worker = self.processes.start_one(role, **env)
         if role == "frontend":
             self.load.logs.append(worker.log)
@@ -37,7 +37,7 @@ class RollingMesh:
         return worker
 
     def stop(self, worker: Worker) -> None:
-        """SIGTERM, as every supervisor sends it. Returns when it has ended well."""
+        """Send SIGTERM, like a supervisor; return when it has ended with 0."""
         assert worker.terminate() == 0, worker.logged()
         if worker.role == "frontend":
             self.balancer.remove(worker.url)
@@ -48,7 +48,7 @@ class RollingMesh:
 
 @contextmanager
 def rolling_mesh(processes: MeshProcesses, stream_tokens: int) -> Iterator[RollingMesh]:
-    """Two of each role that requests pass, under load while inside. `processes` are those of an empty mesh."""
+    """Run two of each role under load. `processes`: an empty mesh."""
     processes.modules["frontend"] = "tests.mesh.verbose_frontend"
     processes.start("bootstrap", "bootstrap", "prefill", "prefill", "decode", "decode")
     with Balancer() as balancer:

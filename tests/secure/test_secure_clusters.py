@@ -63,7 +63,7 @@ def nats(home: Path, accounts: Accounts) -> Iterator[NatsCluster]:
 
 
 def strange(home: Path) -> ssl.SSLContext:
-    """With a certificate of another authority."""
+    """Make a context with a certificate of another authority."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     files = Authority(home / "strangers").issue("peer", (HOST,))
@@ -105,14 +105,14 @@ def test_etcds_peers_want_a_certificate_of_the_same_authority(
         assert b"members" not in plain.recv(1024)
     assert not is_let_in(port, strange(tmp_path), HELLO)
     context = own(accounts, "etcd")
-    context.check_hostname = False  # this test names no host
+    context.check_hostname = False  # without a host name
     assert is_let_in(port, context, HELLO)
 
 
 def test_nats_peers_want_a_certificate_of_the_same_authority(
     nats: NatsCluster, accounts: Accounts, home: Path, tmp_path: Path
 ) -> None:
-    """A fourth server with a certificate of its own making gets no route; one of the mesh's authority gets them."""
+    """A fourth server with its own certificate gets no route; one of the mesh's authority does."""
     stranger = Accounts.make(NAMESPACE, 1, tmp_path / "tls")
     wanted = {"stranger": (stranger, 0), "friend": (accounts, 3)}
     for name, (its, routes) in wanted.items():
@@ -127,12 +127,12 @@ def test_nats_peers_want_a_certificate_of_the_same_authority(
 
 
 def start_alone(cluster: NatsCluster, member: Member) -> None:
-    with mock.patch.object(cluster, "until_whole"):  # it may never be
+    with mock.patch.object(cluster, "until_whole"):  # it may never be whole
         cluster.start([member])
 
 
 def until_routes(member: Member, count: int) -> None:
-    """Wait for the routes to so many members; for none, see that there are none for longer than those take."""
+    """Wait for routes to `count` members; for 0, check that none appear."""
 
     def routes() -> int | None:
         shown = _get_json(member.second_port, "/routez", method="GET")

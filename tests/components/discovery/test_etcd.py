@@ -49,8 +49,8 @@ def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
     [(etcd3.exceptions.ConnectionFailedError(), "connection"), (grpc.RpcError(), "RpcError")],
 )
 def test_errors_of_etcd_name_address_cause_and_remedy(error: Exception, cause: str) -> None:
-    said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start one"
-    with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
+    message = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start one"
+    with pytest.raises(BackendUnavailable, match=message), etcd_errors("http://e:1"):
         raise error
 
 
@@ -64,8 +64,8 @@ class _Full(grpc.RpcError):  # type: ignore[misc]
 
 def test_a_full_etcd_is_not_called_unreachable() -> None:
     """Logs and `inspect doctor` reported an unreachable etcd, while it could be read."""
-    said = r"^etcd at http://e:1 is full .*etcdctl compact"
-    with pytest.raises(DatabaseFull, match=said), etcd_errors("http://e:1"):
+    message = r"^etcd at http://e:1 is full .*etcdctl compact"
+    with pytest.raises(DatabaseFull, match=message), etcd_errors("http://e:1"):
         raise _Full
 
 

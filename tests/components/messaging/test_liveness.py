@@ -274,7 +274,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
     assert lost == [mine]
 
 
-class Told:
+class BeatCounter:
     """Counts published messages; the first raises `error`."""
 
     def __init__(self, error: MeshError | None = None) -> None:
@@ -289,15 +289,15 @@ class Told:
         self.beats += 1
 
 
-def beating(told: Told, rest_s: float) -> HeartbeatSender:
+def beating(counter: BeatCounter, rest_s: float) -> HeartbeatSender:
     beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-    return HeartbeatSender(told, "ns.decode.one", lambda: beat, lambda: rest_s)
+    return HeartbeatSender(counter, "ns.decode.one", lambda: beat, lambda: rest_s)
 
 
 async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
     """That are sent in 9.9 s by a worker that steps each `step_s`, or only says something before its step ends."""
-    told = Told()
-    heart = beating(told, rest_s)
+    counter = BeatCounter()
+    heart = beating(counter, rest_s)
     async with background(heart.run(), "heartbeat"):
         until = asyncio.get_running_loop().time() + 9.9
         step = 1
@@ -305,7 +305,7 @@ async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
             heart.stepped(step)
             step += not early
             await asyncio.sleep(min(left_s, step_s))
-    return told.beats
+    return counter.beats
 
 
 @pytest.mark.parametrize(
@@ -349,12 +349,12 @@ def test_a_heartbeat_announces_the_next_one_and_how_long_the_engine_has_been_sta
 
 def test_urgent_changes_are_sent_at_once() -> None:
     async def test() -> None:
-        told = Told()
-        heart = beating(told, EVERY_S)
+        counter = BeatCounter()
+        heart = beating(counter, EVERY_S)
         async with background(heart.run(), "heartbeat"):
             for beats in range(1, 5):
                 await asyncio.sleep(0.001)
-                assert told.beats == beats
+                assert counter.beats == beats
                 heart.send_now()
 
     run_virtually(test)
@@ -362,10 +362,10 @@ def test_urgent_changes_are_sent_at_once() -> None:
 
 def test_a_heartbeat_that_cannot_be_sent_does_not_end_the_sender() -> None:
     async def test() -> None:
-        told = Told(DeadlineExceeded("the connection timed out"))
-        async with background(beating(told, MIN_INTERVAL_S).run(), "heartbeat"):
+        counter = BeatCounter(DeadlineExceeded("the connection timed out"))
+        async with background(beating(counter, MIN_INTERVAL_S).run(), "heartbeat"):
             await asyncio.sleep(1.2)
-        assert told.beats == 2
+        assert counter.beats == 2
 
     run_virtually(test)
 
@@ -471,12 +471,12 @@ def test_who_hangs_again_and_again_is_passed_over_each_time() -> None:
 
 def test_a_heartbeat_is_passed_on_if_it_is_of_the_present_epoch() -> None:
     watched = Watched()
-    heard: list[str] = []
-    watched.liveness.on_heartbeat(lambda beat: heard.append(beat.instance_id))
+    received: list[str] = []
+    watched.liveness.on_heartbeat(lambda beat: received.append(beat.instance_id))
     watched.beat("a")
     watched.beat("a", epoch="old")
     watched.beat("nobody")
-    assert heard == ["a"]
+    assert received == ["a"]
 
 
 def test_who_is_usable_is_the_same_list_until_something_changes() -> None:

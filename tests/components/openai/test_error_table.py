@@ -29,15 +29,15 @@ def test_every_class_of_our_errors_has_a_row() -> None:
     ],
 )
 def test_the_error_that_a_client_gets(name: str, status: int, code: str | None) -> None:
-    told = from_mesh(BY_NAME[name]("because"), "req1")
-    assert (told.status, told.code) == (status, code)
+    error = from_mesh(BY_NAME[name]("because"), "req1")
+    assert (error.status, error.code) == (status, code)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TABLE if not issubclass(cls, Rejected)])
 def test_an_internal_error_reveals_nothing(cls: type[MeshError]) -> None:
-    told = from_mesh(cls("nats://10.0.0.7:4222 refused"), "req1")
-    assert "10.0.0.7" not in told.body().decode()
-    assert told.status < 500 or "req1" in told.message
+    error = from_mesh(cls("nats://10.0.0.7:4222 refused"), "req1")
+    assert "10.0.0.7" not in error.body().decode()
+    assert error.status < 500 or "req1" in error.message
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def test_an_internal_error_reveals_nothing(cls: type[MeshError]) -> None:
     ],
 )
 def test_a_failed_transfer_has_its_reason(cause: str, why: str) -> None:
-    told = from_mesh(mesh_errors.KvUnavailable("page 7 on 10.0.0.7", cause=cause), "req1")
-    assert told.message == f"The prompt's KV was not received from its prefill instance: {why} (request req1)"
+    error = from_mesh(mesh_errors.KvUnavailable("page 7 on 10.0.0.7", cause=cause), "req1")
+    assert error.message == f"The prompt's KV was not received from its prefill instance: {why} (request req1)"
 
 
 def test_every_reason_without_kv_is_one_of_our_errors() -> None:
@@ -75,6 +75,6 @@ def test_an_error_class_of_a_newer_version_becomes_its_nearest_known_class() -> 
     assert from_mesh(NewKindOfLoss("x"), "r").status == 502
 
 
-@pytest.mark.parametrize("told", [from_status(404), from_status(418), from_status(500), internal("r")])
-def test_every_error_has_the_four_fields(told: ApiError) -> None:
-    assert set(json.loads(told.body())["error"]) == {"message", "type", "param", "code"}
+@pytest.mark.parametrize("error", [from_status(404), from_status(418), from_status(500), internal("r")])
+def test_every_error_has_the_four_fields(error: ApiError) -> None:
+    assert set(json.loads(error.body())["error"]) == {"message", "type", "param", "code"}

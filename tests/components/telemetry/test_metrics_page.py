@@ -14,7 +14,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize(
-    ("host", "said"),
+    ("host", "error"),
     [
         (
             "127.0.0.1",
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
         ("a..b", "'a..b' is not an address or name of this machine; give another --metrics-host"),
     ],
 )
-async def test_an_unusable_address_is_reported_with_the_options_of_this_page(host: str, said: str) -> None:
+async def test_an_unusable_address_is_reported_with_the_options_of_this_page(host: str, error: str) -> None:
     """The error named --host and --port, which are not options of this server."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -32,7 +32,7 @@ async def test_an_unusable_address_is_reported_with_the_options_of_this_page(hos
         with pytest.raises(CannotServe) as caught:
             async with serve_metrics(CollectorRegistry(), host, taken.getsockname()[1], lambda: True):
                 pass
-    assert caught.value.message.endswith(said)
+    assert caught.value.message.endswith(error)
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])

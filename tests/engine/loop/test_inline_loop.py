@@ -95,13 +95,13 @@ async def test_a_stop_waits_for_the_step_under_way_and_tells_what_it_gave(
 
 async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_path: Path) -> None:
     """A callback may call the engine, also in a pause; steps are never nested."""
-    heard: list[tuple[str, int]] = []
+    outputs: list[tuple[str, int]] = []
 
     def take(output: StepOutput) -> None:
         for reserved in output.reserved:
             recompute(loop, reserved.request_id)
-            heard.append(("reserved", output.stats.step))
-        heard.extend(("token", output.stats.step) for _ in output.tokens)
+            outputs.append(("reserved", output.stats.step))
+        outputs.extend(("token", output.stats.step) for _ in output.tokens)
 
     async with run_engine(lambda: make_mock(tmp_path, mock={"speedup": 1.0, "step_s": 0.02}), thread=False) as loop:
         loop.on_output(take)
@@ -114,7 +114,7 @@ async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_
             for ended in listener.ended.values():
                 await ended.wait()
         assert all(len(tokens) == 4 for tokens in listener.tokens.values())
-        assert [what for what, _ in heard].count("reserved") == 4
+        assert [what for what, _ in outputs].count("reserved") == 4
 
 
 async def test_a_preemption_does_not_stop_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,16 +30,16 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     return load_vocabulary(mock_dir(tmp_path_factory.mktemp("m")), VOCAB, frozenset({END}))
 
 
-def constraint(asked: Any) -> Constraint:
-    if isinstance(asked, Constraint):
-        return as_lark(asked)
-    if isinstance(asked, str):
-        return Constraint(kind="regex", text=asked)
-    return Constraint(kind="json_schema", text=json.dumps(asked))
+def constraint(wanted: Any) -> Constraint:
+    if isinstance(wanted, Constraint):
+        return as_lark(wanted)
+    if isinstance(wanted, str):
+        return Constraint(kind="regex", text=wanted)
+    return Constraint(kind="json_schema", text=json.dumps(wanted))
 
 
-def mask(vocabulary: LLTokenizer, asked: Any, seen: list[int] | None = None) -> GrammarMask:
-    matcher = start_matcher(vocabulary, constraint(asked))
+def mask(vocabulary: LLTokenizer, wanted: Any, seen: list[int] | None = None) -> GrammarMask:
+    matcher = start_matcher(vocabulary, constraint(wanted))
     assert not matcher.get_error()
     made = GrammarMask(matcher, -(-VOCAB // 32))
     for token_id in seen or ():
@@ -59,11 +59,11 @@ def roomy(home: Path, **more: Any) -> EngineCore:
     return make_mock(home, num_pages=260, **more)
 
 
-def whole(asked: Any, text: str) -> bool:
+def whole(wanted: Any, text: str) -> bool:
     """Whether `text` satisfies the constraint, without the grammar."""
-    if isinstance(asked, str):
-        return re.fullmatch(asked, text) is not None
-    return not list(Draft202012Validator(asked).iter_errors(json.loads(text)))
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, text) is not None
+    return not list(Draft202012Validator(wanted).iter_errors(json.loads(text)))
 
 
 SHORT: list[Any] = [
@@ -77,7 +77,7 @@ SHORT: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("asked", SHORT, ids=str)
+@pytest.mark.parametrize("wanted", SHORT, ids=str)
 @pytest.mark.parametrize(
     "how",
     [
@@ -90,17 +90,17 @@ SHORT: list[Any] = [
     ids=str,
 )
 def test_however_it_is_drawn_the_text_is_what_was_asked_for(
-    tmp_path: Path, vocabulary: LLTokenizer, asked: Any, how: dict[str, Any]
+    tmp_path: Path, vocabulary: LLTokenizer, wanted: Any, how: dict[str, Any]
 ) -> None:
     engine = roomy(tmp_path)
     params = SamplingParams(**{"max_tokens": 900, "temperature": 1.0, "seed": 5, **how})
-    seen = run(engine, [EngineRequest("r", prompt(20), params, mask=mask(vocabulary, asked))])
+    seen = run(engine, [EngineRequest("r", prompt(20), params, mask=mask(vocabulary, wanted))])
     texts = [seen.tokens["r"], *seen.branches.values()]
     finishes = [seen.finish["r"], *seen.branch_finish.values()]
     assert len(texts) == params.n
     for tokens, finish in zip(texts, finishes, strict=True):
         assert finish is FinishReason.STOP
-        assert whole(asked, text_of(tokens)), text_of(tokens)
+        assert whole(wanted, text_of(tokens)), text_of(tokens)
     assert params.n == 1 or len({tuple(tokens) for tokens in texts}) > 1, "branches differ"
 
 
@@ -156,23 +156,23 @@ def test_a_text_goes_on_elsewhere_with_a_mask_that_has_seen_its_tokens(
 def test_prefill_draws_the_first_token_by_the_mask_and_decode_s_takes_it(
     tmp_path: Path, vocabulary: LLTokenizer, n: int
 ) -> None:
-    asked = r"[xyz]\d{3}[xyz]"
+    wanted = r"[xyz]\d{3}[xyz]"
     params = drawn(n=n)
     prefill, decode = make_mock(tmp_path), make_mock(tmp_path)
-    request = EngineRequest("r", prompt(40), params, Phase.PREFILL, mask=mask(vocabulary, asked))
+    request = EngineRequest("r", prompt(40), params, Phase.PREFILL, mask=mask(vocabulary, wanted))
     computed = run(prefill, [request]).computed["r"][-1]
     assert computed.first_token is not None
     assert computed.first_token in b"xyz"
-    decode.submit(EngineRequest("r", prompt(40), params, Phase.DECODE, mask=mask(vocabulary, asked)))
+    decode.submit(EngineRequest("r", prompt(40), params, Phase.DECODE, mask=mask(vocabulary, wanted)))
     reserved = decode.step().reserved[0]
     for source, target in zip(computed.pages, reserved.pages, strict=True):
         write_page(decode, target, read_page(prefill, source))
     (first,) = decode.deliver("r", computed.first_token)
     seen = run_until_idle(decode)
     texts = [[*first.token_ids, *seen.tokens["r"]], *seen.branches.values()]
-    together = run(make_mock(tmp_path), [EngineRequest("r", prompt(40), params, mask=mask(vocabulary, asked))])
+    together = run(make_mock(tmp_path), [EngineRequest("r", prompt(40), params, mask=mask(vocabulary, wanted))])
     assert texts == [together.tokens["r"], *together.branches.values()]
-    assert all(whole(asked, text_of(tokens)) for tokens in texts)
+    assert all(whole(wanted, text_of(tokens)) for tokens in texts)
 
 
 def test_a_transfer_that_fails_leaves_the_mask_where_it_was(tmp_path: Path, vocabulary: LLTokenizer) -> None:

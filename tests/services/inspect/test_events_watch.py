@@ -9,7 +9,7 @@ from services.inspect.events import Event, Watch
 from tests.components.discovery.records import record
 
 
-class Told:
+class Watched:
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.watch = Watch(self.events.append, lambda: 7.5)
@@ -25,13 +25,13 @@ def beat(**facts: object) -> Heartbeat:
 
 
 def test_records_that_come_change_and_go_have_a_line_each() -> None:
-    told = Told()
-    told.watch.found(record("old"))
-    told.watch.record_changed(None, record("d"))
-    told.watch.record_changed(record("d"), record("d", "e2"))
-    told.watch.record_changed(record("d", "e2"), None)
-    assert told.events[2].facts == "epoch e1 → e2"
-    assert told.take() == [
+    watched = Watched()
+    watched.watch.found(record("old"))
+    watched.watch.record_changed(None, record("d"))
+    watched.watch.record_changed(record("d"), record("d", "e2"))
+    watched.watch.record_changed(record("d", "e2"), None)
+    assert watched.events[2].facts == "epoch e1 → e2"
+    assert watched.take() == [
         ("etcd", "is there", "old"),
         ("etcd", "registered", "d"),
         ("etcd", "changed", "d"),
@@ -40,29 +40,29 @@ def test_records_that_come_change_and_go_have_a_line_each() -> None:
 
 
 def test_a_worker_that_drains_is_told_once_for_each_state() -> None:
-    told = Told()
+    watched = Watched()
     for load in (beat(), beat(num_running=1), beat(draining=True, num_running=1), beat(draining=True, num_running=1)):
-        told.watch.record_heartbeat("decode", load)
-    told.watch.record_heartbeat("decode", beat(draining=True))
-    told.watch.record_heartbeat("decode", beat())
-    assert [what for _, what, _ in told.take()] == ["first heartbeat", "draining", "drained", "accepts work again"]
+        watched.watch.record_heartbeat("decode", load)
+    watched.watch.record_heartbeat("decode", beat(draining=True))
+    watched.watch.record_heartbeat("decode", beat())
+    assert [what for _, what, _ in watched.take()] == ["first heartbeat", "draining", "drained", "accepts work again"]
 
 
 def test_a_silent_worker_is_lost_and_back_and_one_that_left_etcd_has_no_second_line() -> None:
-    told = Told()
-    told.watch.record_heartbeat("decode", beat())
-    told.watch.lost(record("d"), "silent for 2.1 s")
-    told.watch.record_heartbeat("decode", beat())
-    told.watch.lost(record("d"), "left etcd")
-    assert [what for _, what, _ in told.take()] == ["first heartbeat", "lost", "is back"]
+    watched = Watched()
+    watched.watch.record_heartbeat("decode", beat())
+    watched.watch.lost(record("d"), "silent for 2.1 s")
+    watched.watch.record_heartbeat("decode", beat())
+    watched.watch.lost(record("d"), "left etcd")
+    assert [what for _, what, _ in watched.take()] == ["first heartbeat", "lost", "is back"]
 
 
 def test_planners_are_told_when_they_begin_or_cease_to_answer() -> None:
-    told = Told()
-    told.watch.planners({"x": "ns.planner.x"})
-    told.watch.planners({"x": "ns.planner.x"})
-    told.watch.planners({})
-    assert [(what, instance) for _, what, instance in told.take()] == [("answers", "x"), ("answers no more", "x")]
+    watched = Watched()
+    watched.watch.planners({"x": "ns.planner.x"})
+    watched.watch.planners({"x": "ns.planner.x"})
+    watched.watch.planners({})
+    assert [(what, instance) for _, what, instance in watched.take()] == [("answers", "x"), ("answers no more", "x")]
 
 
 def test_an_event_is_a_line_for_people_and_an_object_for_programs() -> None:

@@ -47,7 +47,7 @@ def test_settings_of_workers_that_are_not_started_are_not_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error"),
     [
         ({"engine__dtype": "float8"}, "setting engine.dtype of prefill: Input should be 'auto', 'bfloat16'"),
         ({"model": "/no/such"}, "no model '/no/such': give one of smollm2-135m, a directory that exists"),
@@ -69,12 +69,12 @@ def test_settings_of_workers_that_are_not_started_are_not_checked() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
-def test_a_wrong_option_is_one_line(given: dict[str, str], said: str) -> None:
-    assert refusal(**given).startswith(said)
+def test_a_wrong_option_is_one_line(given: dict[str, str], error: str) -> None:
+    assert refusal(**given).startswith(error)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "error"),
     [
         (
             {"frontend_port": "65535", "frontend_share_port": "false"},
@@ -83,10 +83,10 @@ def test_a_wrong_option_is_one_line(given: dict[str, str], said: str) -> None:
         ({"metrics_port": "65533"}, "setting metrics_port: ports 65533 to 65537 are needed"),
     ],
 )
-def test_ports_beyond_the_last_one_are_refused(given: dict[str, str], said: str) -> None:
+def test_ports_beyond_the_last_one_are_refused(given: dict[str, str], error: str) -> None:
     """The whole mesh started, and ended when a process tried to listen there."""
     counts = COUNTS | {"frontend": 2}
-    assert refusal(counts, **given).startswith(said)
+    assert refusal(counts, **given).startswith(error)
     check(counts, frontend_port="65535", metrics_port="65531")
     check(counts, frontend_port="65534", frontend_share_port="false")
 
@@ -121,7 +121,7 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "error"),
     [
         ({}, "no config.json"),
         ({"config.json": "{"}, "config.json is not the JSON of a model"),
@@ -130,12 +130,12 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 )
 @pytest.mark.parametrize("prefix", ["", "mock:"])
 def test_a_directory_that_is_no_model_is_one_line(
-    files: dict[str, str], said: str, prefix: str, tmp_path: Path
+    files: dict[str, str], error: str, prefix: str, tmp_path: Path
 ) -> None:
     """etcd, NATS and all services started, and three tracebacks of the frontend followed."""
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    assert said in refusal(model=f"{prefix}{tmp_path}")
+    assert error in refusal(model=f"{prefix}{tmp_path}")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     check(model=f"{prefix}{tmp_path}")
