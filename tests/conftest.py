@@ -1,4 +1,4 @@
-"""What the tests share: one real etcd and one real NATS for the whole run, namespaces, processes that surely stop."""
+"""Fixtures of all tests: a real etcd and a real NATS for the run, namespaces, and processes that are stopped."""
 
 import tests.device  # noqa: F401  # before torch: it chooses how Triton runs kernels
 
@@ -35,7 +35,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.secured import SECURED, secured
 from tests.waiting import PATIENCE_S, wait_until
 
-# Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
+# With several test processes each computes on one core: their threads would wait for each other at every barrier.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
@@ -71,7 +71,7 @@ class _Files(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Give a file to one process, and the files over the real mesh, too: it takes 15 s of a core to start."""
+    """Give a file to one process, and all files over the real mesh, which takes 15 s of a core to start."""
     return _Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
@@ -85,9 +85,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect no garbage while tests are collected, and later as rarely as in the services.
+    """Collect no garbage while tests are collected, and later as rarely as in services.
 
-    Modules and tests live to the end: scanning them again and again takes a quarter of the run's CPU time.
+    Modules and tests live to the end: scanning them repeatedly takes a quarter of the run's CPU time.
     """
     gc.disable()
     try:
@@ -100,13 +100,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def left_by_earlier_modules_is_not_scanned() -> None:
-    """A full collection otherwise walks all that earlier modules have left alive; some tests make hundreds of them."""
+    """Freeze objects of earlier modules: some tests make hundreds of full collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Packed bytes go by their length: with a time stamp in them each process would collect tests of other names."""
+    """Name bytes by their length: a time stamp in them would give each process other test names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) and not val.isascii() else None
 
 
@@ -117,7 +117,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """The run fails if a process that a test started outlives it."""
+    """Fail the run if a process of a test outlives it."""
     before = descendants(os.getpid())
     yield
     left = [
@@ -130,9 +130,8 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def authorities_are_read_once() -> Iterator[None]:
-    """Load their certificates once instead of for each HTTP client, 40 ms each time: tests call local servers only.
-
-    Newer packages of OpenAI and Anthropic use httpx2.
+    """Load certificates once instead of for each HTTP client, which takes 40 ms. Newer packages of OpenAI and Anthropic use
+    httpx2.
     """
     with ExitStack() as patches:
         for client in [import_module(name) for name in ("httpx", "httpx2") if find_spec(name)]:
@@ -162,13 +161,13 @@ def _server(tmp_path_factory: pytest.TempPathFactory, nothing_left_behind: None)
 
 @pytest.fixture(scope="session")
 def etcd_url(_server: Callable[[Kind], str]) -> str:
-    """A real etcd, shared by the run: keep to your `namespace`."""
+    """A real etcd, shared by the run: use only your `namespace`."""
     return _server(ETCD)
 
 
 @pytest.fixture(scope="session")
 def nats_url(_server: Callable[[Kind], str]) -> str:
-    """A real NATS with JetStream and `max_payload` 8 MB, shared by the run: keep to your `namespace`."""
+    """A real NATS with JetStream and `max_payload` 8 MB, shared by the run: use only your `namespace`."""
     return _server(NATS)
 
 
@@ -181,7 +180,7 @@ def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
 
 @pytest.fixture(scope="session")
 def state_home() -> Path:
-    """Where converted models are kept: the user's cache, so that only the first run converts."""
+    """The user's cache, so that only the first run converts models."""
     return Path("~/.cache/kvmesh").expanduser()
 
 
@@ -193,7 +192,7 @@ def real_model_dir(state_home: Path) -> Path:
 
 @pytest.fixture
 def namespace() -> str:
-    """First part of etcd keys and NATS subjects, of this test alone."""
+    """The first part of etcd keys and NATS subjects of this test."""
     return f"test-{next(_counter)}-{secrets.token_hex(3)}"
 
 
@@ -205,11 +204,10 @@ class ServiceProcess:
     log: Path
 
     def logged(self) -> str:
-        """Return what it has written so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for_log(self, text: str) -> None:
-        """Wait until its log contains `text`. If it ends, or never says so, fail and show the log."""
+        """Wait until its log contains `text`; fail with the log if it ends or never does."""
         wait_until(lambda: self._has_logged(text), lambda: f"{text!r} in\n{self.logged()}")
 
     def _has_logged(self, text: str) -> bool:
@@ -220,16 +218,16 @@ class ServiceProcess:
         return False
 
     def exit_code(self) -> int:
-        """Wait until it has ended; what it writes is in `logged()`."""
+        """Wait until it has ended."""
         return self.popen.wait(PATIENCE_S)
 
     def terminate(self) -> int:
-        """SIGTERM, and its exit code."""
+        """Send SIGTERM; return the exit code."""
         self.popen.send_signal(signal.SIGTERM)
         return self.exit_code()
 
     def kill(self) -> None:
-        """SIGKILL for it and its process group; returns when it is gone."""
+        """Kill its process group, and wait for its end."""
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGKILL)
         self.exit_code()
@@ -240,9 +238,9 @@ RunService = Callable[..., ServiceProcess]  # (module, *args, env=None) -> Servi
 
 @pytest.fixture
 def run_service(tmp_path: Path) -> Iterator[RunService]:
-    """Start `python -m <module> <args>` from the repository root; killed at the end of the test, or when we are killed.
+    """Start `python -m <module> <args>` from the repository root; it ends with the test, or with this process.
 
-    It inherits our environment without its MESH_* variables; `env` adds some.
+    It inherits our environment without MESH_* variables; `env` adds some.
     """
     with running_services(tmp_path) as start:
         yield start
@@ -250,7 +248,7 @@ def run_service(tmp_path: Path) -> Iterator[RunService]:
 
 @contextmanager
 def running_services(home: Path) -> Iterator[RunService]:
-    """The same for a fixture of another scope; logs are in `home`."""
+    """Like `run_service`, for fixtures of other scopes. `home`: for logs."""
     started: list[ServiceProcess] = []
 
     def start(module: str, *args: str, env: Mapping[str, str] | None = None) -> ServiceProcess:
@@ -277,14 +275,14 @@ def running_services(home: Path) -> Iterator[RunService]:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the live children of the process `root`, theirs, and so on."""
+    """Return the live descendants of the process `root`."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 state, ppid = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
-                continue  # ended while we looked
+                continue  # it has just ended
             if state != "Z":
                 parents[int(entry.name)] = int(ppid)
     found = {root}

@@ -12,10 +12,10 @@ import pytest
 
 VARIABLE: Final = "KVMESH_TEST_DEVICE"  # for processes that tests start
 TESTED: Final = {"device": os.environ.get(VARIABLE, "cpu")}
-RECORDS: Final = {"graphs": False}  # whether engines on a device record their decodes
+RECORDS: Final = {"graphs": False}  # whether engines on a device record graphs of decodes
 IS_GPU: Final = re.compile(r"gpu\b")
 
-# Files whose tests are about what a device computes or moves. They are marked `gpu`.
+# Files with tests of a device, which are marked `gpu`.
 ON_DEVICE: Final = (
     "tests/components/kv_transfer/test_nixl_transfer.py",
     "tests/components/kv_transfer/test_transfer_contract.py",
@@ -35,7 +35,7 @@ ON_DEVICE: Final = (
     "tests/engine/test_phases.py",
     "tests/engine/test_pipeline.py",
 )
-# Of these, tests of what holds on a CPU alone.
+# Their tests that need a CPU.
 ON_CPU_ALONE: Final = (
     # the packed products of a CPU
     "test_a_row_in_bfloat16_has_the_same_bits_beside_any_others",
@@ -43,7 +43,7 @@ ON_CPU_ALONE: Final = (
     "test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop",
     "test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it",
     "test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces",
-    # a write needs a receiver that lives; between processes of a GPU it is a copy that the writer makes alone
+    # between processes of a GPU the writer copies alone, so its write needs no live receiver
     "test_a_dead_peer_fails_the_write_of_pieces",
     "test_a_dead_peer_leaves_nothing_behind",
     "test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten",
@@ -53,19 +53,19 @@ ON_CPU_ALONE: Final = (
 SIMULATED: Final = "simulated"  # a device made of main memory: tests/engine/simulated
 WITHOUT_SIMULATION: Final = (
     "tests/components/",  # their processes share memory by NIXL
-    "tests/engine/sampling/",  # the kernel's interpreter takes hours for their draws
+    "tests/engine/sampling/",  # the interpreter takes hours for their draws
 )
 HOST_BACKENDS: Final = ("fake", "mooncake")  # for pages in main memory
 
 
 def is_for_cpu(arguments: Sequence[str]) -> bool:
-    """By pytest's command line, before pytest has read it."""
+    """Read pytest's command line, before pytest does."""
     given = dict(pairwise([word for argument in arguments for word in argument.split("=", 1)]))
     return given["--device"] in {"cpu", SIMULATED} if "--device" in given else not IS_GPU.match(given.get("-m", ""))
 
 
 if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
-    # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and torch may import it.
+    # Kernels for CUDA run in Triton's interpreter. Triton reads this at its import, which torch may cause.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -86,7 +86,7 @@ def choose_device(config: pytest.Config) -> None:
         simulation = import_module("tests.engine.simulated.simulated_cuda").simulated_cuda()
         simulation.__enter__()
         config.add_cleanup(lambda: simulation.__exit__(None, None, None))
-        # Triton's interpreter takes a second a step, but only its kernels can be recorded
+        # only Triton's kernels can be recorded, although its interpreter takes a second a step
         TESTED.update(device="cuda:0", attention="triton" if RECORDS["graphs"] else "torch")
         return
     cuda = import_module("torch").cuda
@@ -100,7 +100,7 @@ def choose_device(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("with TRITON_INTERPRET=1 kernels run on the CPU: unset it")
     TESTED["device"] = os.environ[VARIABLE] = device
-    # UCX reads it once for a process: after a pool in main memory, one in VRAM would not get cuda_ipc
+    # UCX reads it once: after a pool in main memory, one in VRAM would not get cuda_ipc
     import_module("components.kv_transfer.ucx_settings").unmap_after_writes()
 
 

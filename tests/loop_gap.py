@@ -10,15 +10,15 @@ from typing import Final
 
 from components.process import GIL_SWITCH_S
 
-MAX_GAP_S: Final = 0.2  # a bound for a busy machine; they are 10 to 50 ms
+MAX_GAP_S: Final = 0.2  # for a busy machine; usual gaps are 10 to 50 ms
 
 
 @asynccontextmanager
 async def longest_gap() -> AsyncIterator[list[float]]:
-    """Seconds between two turns of a task that sleeps a millisecond; filled at the end.
+    """Yield the longest time in seconds between two turns of a task that sleeps a millisecond; filled at the end.
 
-    Threads switch as in services, and garbage collection leaves out what was there before, such as all tests' modules.
-    A gap counts only as far as this process used the processor in it: a busy machine makes others.
+    Threads switch as in services, and garbage collection skips earlier objects, such as tests' modules. Only processor time
+    of this process counts, as a busy machine causes other gaps.
     """
     longest = [0.0]
 

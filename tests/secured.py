@@ -1,7 +1,7 @@
 """KVMESH_TEST_SECURE=1: the shared etcd and NATS have users with the rights of their roles, and speak TLS alone.
 
-Each process of a mesh has the login of its role. The test itself is the administrator. All trust the run's authority by
-the variables of OpenSSL and gRPC, so addresses of servers are enough to reach them.
+Each process of a mesh has the login of its role; the test itself is the administrator. All trust the run's authority by
+variables of OpenSSL and gRPC.
 """
 
 import json
@@ -22,7 +22,7 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 
 SECURED: Final = os.environ.get("KVMESH_TEST_SECURE", "") not in {"", "0"}
-FRONTENDS: Final = 24  # of one mesh, those that a test starts again among them
+FRONTENDS: Final = 24  # of one mesh, including restarted ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +39,14 @@ class Secured:
         return cls(Accounts.make("*", FRONTENDS), files)
 
     def kind(self, plain: Kind) -> Kind:
-        """A server that speaks TLS and knows its users by passwords."""
+        """Return a kind of server with TLS and passwords."""
         if plain is NATS:
             return replace(NATS, scheme="tls", command=self._nats)
         context = partial(ssl.create_default_context, cafile=str(self.files.ca))
         return replace(ETCD, scheme="https", command=self._etcd, identity=partial(_identity, context), lock=self._lock)
 
     def reach(self, etcd: str, nats: str, namespace: str) -> Reach:
-        """The login of each user of a mesh, who may use its keys and subjects from now on.
-
-        Args:
-            etcd: the administrator's address of the shared one.
-            nats: the same of NATS.
-            namespace: of the mesh.
-        """
+        """Give the users of a mesh their rights, and return their logins. `etcd`, `nats`: the administrator's addresses."""
         with etcd_client(etcd) as client:
             admit(client, namespace, self.accounts.roles, self.accounts.passwords)
 
@@ -90,7 +84,7 @@ _of_this_run: list[Secured] = []
 
 
 def secured(home: Path) -> Secured:
-    """The one of this run, made at the first call."""
+    """Return the one of this run, made at the first call."""
     if not _of_this_run:
         _of_this_run.append(Secured.make(home))
     return _of_this_run[0]
@@ -102,7 +96,7 @@ def _with_login(url: str, user: str, password: str) -> str:
 
 
 def reach_of(etcd: str, nats: str, namespace: str) -> Reach | None:
-    """For a mesh over the run's shared servers; None for servers of a test's own, or where nothing is secured."""
+    """Return the logins of a mesh over the run's secured servers; None for other servers."""
     if not (SECURED and _of_this_run) or not (etcd.startswith("https:") and nats.startswith("tls:")):
         return None
     return _of_this_run[0].reach(etcd, nats, namespace)

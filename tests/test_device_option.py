@@ -1,4 +1,4 @@
-"""Which tests are for a device, and what is said where there is none."""
+"""The tests for a device, and the error without one."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDS, "graphs", RECORDS["graphs"])
-    # set where a device is chosen; processes of later tests would inherit it
+    # a chosen device sets it, and processes of later tests would inherit it
     monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "n")
 
 

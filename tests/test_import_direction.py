@@ -1,4 +1,4 @@
-"""Imports go one way: services → components and engine; the engine knows no socket. Read from the source, not run."""
+"""Imports go one way: services → components and engine, and the engine imports no sockets. The source is parsed, not run."""
 
 import ast
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def sources() -> list[Path]:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module that `path` may load by an import, `from a import b` counted as a and as a.b when b is a module."""
+    """Yield the modules that `path` may import; `from a import b` counts as a, and as a.b if b is a module."""
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -135,7 +135,7 @@ def service(name: str) -> str:
 
 
 def fault(importer: str, imported: str) -> str | None:
-    """Why module `importer` must not import `imported`; None when it may."""
+    """Return why module `importer` must not import `imported`; None: it may."""
     match top(importer), top(imported):
         case "services", "services" if service(imported) not in (service(importer), *SHARED_BY_WORKERS):
             reads_settings = service(importer) == "services.local" and imported.endswith(".config")
@@ -209,7 +209,7 @@ def test_packages_have_an_order(order: tuple[str, ...]) -> None:
 
 
 def test_what_the_engine_may_import_from_components_has_no_io() -> None:
-    """So has all that those modules import in turn, package initialisers included."""
+    """Nor have the modules that they import in turn, with package initialisers."""
     seen: set[str] = set()
     queue = sorted(FOR_THE_ENGINE)
     while queue:
@@ -225,7 +225,7 @@ def test_what_the_engine_may_import_from_components_has_no_io() -> None:
 
 
 def files_run_by(name: str) -> list[Path]:
-    """Source files that importing module `name` runs, as far as they exist."""
+    """Return the source files that importing module `name` runs."""
     parts = name.split(".")
     packages = [REPO.joinpath(*parts[:depth], "__init__.py") for depth in range(1, len(parts) + 1)]
     return [path for path in [*packages, REPO.joinpath(*parts).with_suffix(".py")] if path.exists()]

@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what they hold, and that the installed command works without the repository."""
+"""The contents of the wheel and the sdist; the installed command works without the repository."""
 
 import ast
 import os
@@ -29,11 +29,11 @@ REPO: Final = Path(__file__).resolve().parents[1]
 IN_THE_WHEEL: Final = ("bench", "components", "engine", "services")
 MADE_BY_SETUPTOOLS: Final = re.compile(r"kvmesh-[\d.]+\.dist-info/|kvmesh\.egg-info/|(?:PKG-INFO|setup\.cfg)$")
 READY: Final = re.compile(r"^Ready: (\S+)\n", re.MULTILINE)
-OPTIONAL: Final = {"flashinfer", "mooncake", "matplotlib", "triton"}  # looked for, or of an extra
+OPTIONAL: Final = {"flashinfer", "mooncake", "matplotlib", "triton"}  # in a try, or of an extra
 
 
 def in_git() -> set[str]:
-    """Paths of committed files, and of new ones that git does not ignore."""
+    """Return the paths of committed files, and of new ones that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
     return {name for name in listed.split("\0") if name and (REPO / name).is_file()}
@@ -46,7 +46,7 @@ class Built(NamedTuple):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Made of a copy, as `make dist` makes them: a working tree may hold rests of other builds."""
+    """Build from a copy, like `make dist`: a working tree may hold files of other builds."""
     source = tmp_path_factory.mktemp("source")
     for name in in_git():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 class Installed(NamedTuple):
-    """An environment with the wheel, and a directory whose packages have the names of ours."""
+    """An environment with the wheel, and a directory with packages of the same names."""
 
     bin: Path
     cwd: Path
@@ -76,7 +76,7 @@ class Installed(NamedTuple):
 
 @pytest.fixture(scope="module")
 def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The packages that it needs are those of the running environment; its kvmesh is the wheel's."""
+    """It has the wheel's kvmesh, and other packages of the running environment."""
     home = tmp_path_factory.mktemp("installed")
     venv.create(home / "env", with_pip=False, symlinks=True)
     python = home / "env/bin/python"
@@ -168,7 +168,7 @@ def until_ready(mesh: subprocess.Popen[bytes], log: Path) -> str:
 
 
 def imported(package: str) -> Iterator[str]:
-    """Top-level names of other projects' modules that a package of ours imports."""
+    """Yield the top-level names of other projects' modules that a package of ours imports."""
     for path in (REPO / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
@@ -178,7 +178,7 @@ def imported(package: str) -> Iterator[str]:
 
 
 def brought_by(names: set[str]) -> set[str]:
-    """Distributions that come with `names`, without extras."""
+    """Return the distributions that `names` require, without extras."""
     found: set[str] = set()
     while names:
         found |= names
@@ -199,7 +199,7 @@ def plain(requirement: str) -> str:
 
 
 def test_every_imported_package_comes_with_the_wheel(built: Built) -> None:
-    """Without an extra, so not by the tests' own packages."""
+    """Without an extra."""
     metadata = zipfile.ZipFile(built.wheel).read(f"kvmesh-{VERSION}.dist-info/METADATA").decode()
     declared = {
         plain(line) for line in re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE) if "extra" not in line

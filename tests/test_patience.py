@@ -9,11 +9,11 @@ from tests.waiting import PATIENCE_S
 
 TESTS: Final = Path(__file__).parent
 EXPIRES_S: Final = 2.0  # shorter ones are meant to pass
-AT: Final = {"timeout": 0, "join": 0, "wait_for": 1}  # where a call takes its limit; others take it as `timeout`
+AT: Final = {"timeout": 0, "join": 0, "wait_for": 1}  # the position of a call's limit; others have `timeout`
 
 
 def limits(path: Path) -> Iterator[tuple[int, float]]:
-    """(line, seconds) of each number that a wait may last."""
+    """Yield (line, seconds) of each number that limits a wait."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             values = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]

@@ -1,7 +1,6 @@
-"""How tests wait: long enough for a busy machine, and never forever.
+"""How tests wait: long enough for a busy machine, but not forever.
 
-A limit catches a hang, and says nothing about speed. A test once gave a process 5 s to start, which takes 1 s. It failed on
-two cores with sixteen other processes.
+A limit catches a hang; it does not test speed. A limit of 5 s for a start of 1 s failed beside sixteen other processes.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ PATIENCE_S: Final = 100.0
 
 
 async def until(condition: Callable[[], object], what: Callable[[], object] | str = "the condition") -> None:
-    """Return when `condition()` is true; fail with `what` when it never is."""
+    """Wait until `condition()` is true; fail with `what` if it never is."""
     ends_s = time.monotonic() + PATIENCE_S
     while not condition():
         _check(ends_s, what)
@@ -24,21 +23,21 @@ async def until(condition: Callable[[], object], what: Callable[[], object] | st
 
 
 def wait_until(condition: Callable[[], object], what: Callable[[], object] | str = "the condition") -> None:
-    """The same for tests without an event loop."""
+    """Like `until`, without an event loop."""
     ends_s = time.monotonic() + PATIENCE_S
     while not condition():
         _check(ends_s, what)
-        time.sleep(0.02)  # what it waits for is mostly another process
+        time.sleep(0.02)  # mostly for another process
 
 
 def freeze(pid: int) -> None:
-    """SIGSTOP, and wait until no thread of the process runs: on another core one may finish an answer first."""
+    """Send SIGSTOP, and wait until no thread of the process runs."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: all(" T " in stat.read_text().rpartition(")")[2][:3] for stat in _threads(pid)))
 
 
 def is_alive(pid: int) -> bool:
-    """A zombie is not."""
+    """False for a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -46,7 +45,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def turns(count: int = 40) -> None:
-    """Give all tasks turns of the loop, in a test where none waits for time or for another process."""
+    """Give all tasks turns of the event loop, if none waits for time or another process."""
     for _ in range(count):
         await asyncio.sleep(0)
 

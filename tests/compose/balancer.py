@@ -1,4 +1,4 @@
-"""A balancer in front of frontends, as users have one: it passes TCP on to addresses whose `/ready` answers 200."""
+"""A balancer in front of frontends: it forwards TCP to addresses whose `/ready` returns 200."""
 
 import socket
 import threading
@@ -20,7 +20,7 @@ class Balancer:
 
     def __init__(self, found: Callable[[], Sequence[str]]) -> None:
         """`found` looks up the addresses of frontends, ready or not."""
-        self.addresses: Sequence[str] = []  # those that are ready
+        self.addresses: Sequence[str] = []  # ready ones
         self._found = found
         self._over = threading.Event()
         self._checks = threading.Thread(target=self._check, name="checks")
@@ -46,7 +46,7 @@ class Balancer:
                 self.addresses = self._ready()
 
     def _ready(self) -> Sequence[str]:
-        """All addresses, if none is ready: while NATS is away, frontends let requests wait."""
+        """Return all addresses if none is ready: during an outage of NATS, frontends let requests wait."""
         found = self._found()
         return [address for address in found if _is_ready(address)] or found
 

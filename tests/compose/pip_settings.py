@@ -1,4 +1,4 @@
-"""This machine's settings of pip, for a build: a pip.conf in which no path of this machine is left."""
+"""This machine's settings of pip, for a build: a pip.conf without paths of this machine."""
 
 import configparser
 import subprocess
@@ -21,7 +21,7 @@ FILES: Final = {"cert": "pip_ca", "constraint": "pip_constraints"}  # the secret
 
 @contextmanager
 def pip_secrets(home: Path) -> Iterator[dict[str, Path]]:
-    """A file for each secret of the Dockerfile. Packages on disk are served over HTTP while inside."""
+    """Yield a file for each secret of the Dockerfile. Packages on disk are served over HTTP meanwhile."""
     secrets: dict[str, Path] = {}
     written = configparser.RawConfigParser()
     written["global"] = {}
@@ -41,7 +41,7 @@ def pip_secrets(home: Path) -> Iterator[dict[str, Path]]:
 
 
 def _settings() -> dict[str, str]:
-    """Later ones win: those of the environment."""
+    """Those of the environment have priority."""
     shown = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     ).stdout

@@ -1,4 +1,4 @@
-"""One compose project of the committed files, with an override for what this machine needs."""
+"""A compose project of the committed files, with an override for this machine."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ HEALTH: Final = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{OBSER
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What images are built with."""
+    """The inputs of builds of images."""
 
     images: Mapping[str, str]  # variables that name base images
     secrets: Mapping[str, Path]  # of the Dockerfile
@@ -67,7 +67,7 @@ class Project:
         return self.compose("logs", "--no-color", "--tail", "40", *services)[-12_000:]
 
     def containers(self, service: str) -> list[str]:
-        """Ids of those that run."""
+        """Return the ids of running containers."""
         return self.compose("ps", "--quiet", "--status", "running", service).split()
 
     def addresses(self, service: str) -> list[str]:
@@ -78,7 +78,7 @@ class Project:
         return [address for address in found if address]
 
     def url(self, service: str, port: int) -> str:
-        """On loopback, where the files publish it."""
+        """Return the URL on loopback."""
         return f"http://{self.compose('port', service, str(port)).strip()}"
 
     def traces(self) -> ObserverTraceReader:
@@ -96,7 +96,7 @@ def project(
     env: Mapping[str, str],
     settings: Mapping[str, Mapping[str, str]],
 ) -> Iterator[Project]:
-    """A project that is not up yet. It is taken down at the end, and may leave nothing.
+    """Yield a project that is not up. It is taken down at the end, and may leave nothing.
 
     `settings`: further variables of services' containers.
     """
@@ -115,7 +115,7 @@ def project(
 
 
 def _override(build: Build, committed: Sequence[Path], settings: Mapping[str, Mapping[str, str]]) -> str:
-    """Builds use this machine's network and settings of pip. An observer of our own stands where Jaeger does."""
+    """Builds use this machine's network and pip's settings. Our observer replaces Jaeger."""
     known = {name for file in committed for name in yaml.safe_load(file.read_text())["services"]}
     services: dict[str, Any] = {
         name: {"build": {"network": "host", "secrets": list(build.secrets)}} for name in BUILT if name in known

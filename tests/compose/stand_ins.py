@@ -32,11 +32,11 @@ REAL: Final = {  # those that docker-compose.yml names
 
 
 class NoStandIn(Exception):
-    """The message says what to install."""
+    """The message names what to install."""
 
 
 def images(engine: DockerEngine, home: Path) -> dict[str, str]:
-    """A name for each variable of `REAL`; each image is in the engine. Raises: NoStandIn."""
+    """Return a name for each variable of `REAL`; its image is in the engine. Raises: NoStandIn."""
     found: dict[str, str] = {}
     offline = False
     for variable, name in REAL.items():
@@ -44,7 +44,7 @@ def images(engine: DockerEngine, home: Path) -> dict[str, str]:
         if engine.has_image(name) or (not engine.has_image(stand_in) and not offline and _pulled(engine, name)):
             found[variable] = name
         else:
-            offline = True  # one that does not answer is asked once
+            offline = True  # do not try again
             if not engine.has_image(stand_in):
                 _make(engine, variable, stand_in, found, home)
             found[variable] = stand_in
@@ -87,7 +87,7 @@ def _make(engine: DockerEngine, variable: str, name: str, made: Mapping[str, str
 
 
 def _build(engine: DockerEngine, name: str, debian: str, program: Path, last: list[str], home: Path) -> None:
-    """An image with one program of this machine, and wget for health checks."""
+    """Build an image with one program of this machine, and wget for health checks."""
     context = home / program.name
     context.mkdir(exist_ok=True)
     shutil.copy(program, context / program.name)
@@ -118,7 +118,7 @@ def _packed(files: Mapping[str, Path]) -> bytes:
 
 
 def _debian(root: Path) -> Path:
-    """A file system with Python, as a tar file."""
+    """Make a file system with Python, as a tar file."""
     debootstrap = _program("debootstrap", "debootstrap")
     packed = root.with_suffix(".tar")
     if not packed.exists():
@@ -153,7 +153,7 @@ def _etcd(program: str) -> Path:
 
 
 def _compose_binary() -> Path:
-    """Compose as one file: a command of its own, or docker's plugin."""
+    """Return Compose's file: a command or docker's plugin."""
     command = compose_command()
     if command[0] != "docker":
         return Path(shutil.which(command[0]) or command[0])

@@ -118,7 +118,7 @@ def test_an_upgrade_costs_no_request(service: str, cluster: Project, load: Load)
 
 
 def test_an_upgrade_one_by_one_costs_no_request(cluster: Project, load: Load) -> None:
-    """As of workers that have a GPU of their own."""
+    """Like workers with a GPU each."""
     before = set(cluster.containers("decode"))
     seen_while(load, cluster, lambda: cluster.upgrade("--one-by-one", "decode"))
     assert not before & set(cluster.containers("decode"))

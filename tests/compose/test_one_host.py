@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 MODEL: Final = "smollm2-135m"
 TOKENS: Final = 120
 NUM_STREAMS: Final = 4
-BEGUN: Final = 8  # events of a stream, before something happens
+BEGUN: Final = 8  # events of a stream before the disturbance
 DISAGGREGATED: Final = {
     "frontend.dispatch",
     "decode.request",
@@ -80,7 +80,7 @@ def body(number: int) -> dict[str, object]:
 
 
 class Streams:
-    """Streams in threads, and what came of each."""
+    """Streams in threads, and their results."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -123,7 +123,7 @@ class Streams:
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Project) -> list[str]:
-    """Texts of the streams while nothing happens."""
+    """Return the texts of undisturbed streams."""
     return Streams(url_of(stack)).ended()
 
 
@@ -144,7 +144,7 @@ def test_no_process_is_root_and_frontends_have_no_compiler(stack: Project) -> No
 
 
 def test_no_setting_of_this_machines_pip_stays_in_an_image(stack: Project, build: Build) -> None:
-    """Secrets are mounted for one step; a copy would hold the hosts of a company's registry."""
+    """Secrets are mounted for one step; a copy could hold a company's hosts."""
     for image in ("kvmesh", "kvmesh-worker", "kvmesh-planner"):
         shown = stack.engine.docker(
             "run",
@@ -245,7 +245,7 @@ def test_prometheus_of_the_profile_scrapes_every_process(stack: Project) -> None
 
 
 def test_the_planner_of_the_profile_removes_a_worker_that_it_may_not_have(stack: Project) -> None:
-    """At most one prefill is allowed, two run: it scales through the Docker socket, and the other drains."""
+    """One prefill is allowed, but two run: it scales through the Docker socket, and one drains."""
     bounds = {"MESH_PLANNER_PREFILL": "1..1", "MESH_PLANNER_DECODE": "2..2"}
     planned = Project(stack.engine, stack.name, stack.files, {**stack.env, **bounds})
     planned.compose("--profile", "planner", "up", "--detach", "--wait", "--no-recreate", "--no-deps", "planner")

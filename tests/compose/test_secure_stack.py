@@ -1,4 +1,4 @@
-"""docker-compose.secure.yml with certificates that services.local.authority made: answers, and who is refused."""
+"""docker-compose.secure.yml with certificates of services.local.authority: answers and refusals."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def test_requests_are_answered_over_tls(secure: Project) -> None:
 
 @pytest.mark.parametrize("has_certificate", [True, False])
 def test_etcd_answers_only_those_with_a_certificate(has_certificate: bool, secure: Project) -> None:
-    """From inside the project's network, where everything can be reached."""
+    """From inside the project's network."""
     own = "context.load_cert_chain('/run/secrets/bootstrap-certificate', '/run/secrets/bootstrap-key')\n"
     code = (
         "import ssl, urllib.request as u\n"

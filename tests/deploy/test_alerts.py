@@ -1,4 +1,4 @@
-"""Each alert fires when its fault is there, and not in a healthy mesh; and it names metrics that exist."""
+"""Each alert fires with its fault, and not in a healthy mesh, and it names existing metrics."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def transfers(outcome: str, job: str = "decode") -> str:
 
 
 def lag(*counts: str) -> Series:
-    """Observations of each bucket."""
+    """Return observations of each bucket."""
     names = [of("decode", "kvmesh_event_loop_lag_seconds_bucket", le=le) for le in BUCKETS]
     return dict(zip(names, counts, strict=True))
 
@@ -54,7 +54,7 @@ HEALTHY: Final[Series] = {
     local("transfer_failed"): "0+0x100",
     transfers("completed"): "0+60x100",
     transfers("failed"): "0+1x100",
-    transfers("failed", "prefill"): "0+50x100",  # decode is asked, so that none counts twice
+    transfers("failed", "prefill"): "0+50x100",  # only decode counts, so that none counts twice
     of("decode", "kvmesh_instances", role="prefill", state="usable"): "2x100",
     of("decode", "kvmesh_prefill_instances_incompatible"): "0x100",
     of("decode", "kvmesh_instances_lost_total", role="prefill", reason="silent"): "0 0 1x100",
@@ -77,7 +77,7 @@ HEALTHY: Final[Series] = {
     **lag("0+240x100", "0+240x100", "0+240x100", "0+240x100"),
 }
 NO_TRANSFERS: Final[Series] = {transfers("completed"): "100x100", transfers("failed"): "5x100"}
-# What is different in a mesh with the fault.
+# The differences of a mesh with the fault.
 FAULTS: Final[dict[str, Series]] = {
     "KvmeshDecodeOnly": {**NO_TRANSFERS, local("unusable"): "0+60x100"},
     "KvmeshPrefillIncompatible": {of("decode", "kvmesh_prefill_instances_incompatible"): "1x100"},
@@ -97,7 +97,7 @@ FAULTS: Final[dict[str, Series]] = {
     "KvmeshSpansDropped": {of("decode", "kvmesh_spans_dropped_total", cause="receiver_away"): "0+500x100"},
     "KvmeshPageUnreadable": {of("decode", "up"): "0x100"},
 }
-# Nothing may fire here, though it looks like a fault.
+# These look like a fault, but nothing may fire.
 HARMLESS: Final[dict[str, Series]] = {
     "a mesh without prefill": {
         **NO_TRANSFERS,
@@ -118,7 +118,7 @@ def series(changes: Series) -> list[dict[str, str]]:
 
 
 def case(name: str, changes: Series, fires: str = "") -> dict[str, Any]:
-    """At the end only `fires` fires."""
+    """Make a case in which at the end only `fires` fires."""
     quiet = [{"eval_time": FIRES_AT, "alertname": alert, "exp_alerts": []} for alert in rules() if alert != fires]
     firing = f'count(ALERTS{{alertstate="firing",alertname="{fires}"}}) > bool 0'
     expected = [{"expr": firing, "eval_time": FIRES_AT, "exp_samples": [{"labels": "{}", "value": 1}]}] if fires else []

@@ -1,4 +1,4 @@
-"""make audit: pip-audit against lists of vulnerabilities that a test writes, and an index that has none."""
+"""make audit: pip-audit with lists of vulnerabilities from a test, and with an index without any."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def test_a_known_vulnerability_is_named_with_its_repair_and_fails(tmp_path: Path
 
 
 def test_all_installed_packages_are_looked_up(tmp_path: Path, database: Path) -> None:
-    """Also those with a local version, such as torch 2.13.0+cpu, which an index does not know."""
+    """Also local versions, such as torch 2.13.0+cpu, which an index lacks."""
     ended = audit(f"--database={database}", home=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     number = int(ended.stdout.split()[-2])
@@ -95,7 +95,7 @@ def test_all_installed_packages_are_looked_up(tmp_path: Path, database: Path) ->
     [("1.9", 0), ("1.10", 1), ("1.12rc1", 1), ("1.12", 0), ("1.99", 0), ("2.0", 1), ("3.1", 1)],
 )
 def test_a_range_is_read_as_osv_defines_it(tmp_path: Path, version: str, affected: int) -> None:
-    """In a folder with YAML, where a time is no text and the name is not in its canonical form."""
+    """In YAML, where a time is not a string, with a name not in canonical form."""
     (tmp_path / "vulns").mkdir()
     (tmp_path / "vulns" / "one.yaml").write_text(YAML)
     script = runpy.run_path(str(REPO / "deploy" / "audit.py"))
@@ -104,7 +104,7 @@ def test_a_range_is_read_as_osv_defines_it(tmp_path: Path, version: str, affecte
 
 
 def test_packages_that_the_index_does_not_know_make_it_fail(tmp_path: Path) -> None:
-    """An index without vulnerability data: nothing may look audited."""
+    """An index without vulnerability data must not count as an audit."""
     wanted = wanting(tmp_path, "jinja2==2.10")
     ended = audit(wanted, home=tmp_path, HTTPS_PROXY="http://127.0.0.1:9", https_proxy="http://127.0.0.1:9")
     assert ended.returncode == 2, ended.stdout

@@ -59,7 +59,7 @@ def test_every_variable_is_a_setting_of_its_service(file: Path, role: str) -> No
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_the_values_of_all_variables_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frontend ended at once with a number that its setting accepted only from Python, not from the environment."""
+    """A frontend ended at once: its setting did not accept a number from the environment."""
     for role in OURS & load(file)["services"].keys():
         with monkeypatch.context() as patch:
             for name, value in variables_of(load(file)["services"][role]).items():
@@ -174,7 +174,7 @@ def test_nats_accepts_the_same_payload_as_on_one_box() -> None:
 
 
 def test_the_planner_adds_workers_like_those_that_are_there() -> None:
-    """It interpolates the file again with its own environment: what the caller may set for workers must be in it."""
+    """It interpolates the file with its own environment, which must hold the variables for workers."""
     services = load(BASE)["services"]
     asked = {name for role in ("prefill", "decode") for name in re.findall(r"\$\{(\w+)", str(services[role]))}
     assert asked <= set(variables_of(services["planner"]))
@@ -204,7 +204,7 @@ def test_each_worker_on_gpus_has_one_of_its_own_and_the_rights_that_rdma_needs()
 
 
 def test_each_worker_on_two_gpus_has_them_for_its_ranks() -> None:
-    """The list replaces that of docker-compose.gpu.yml: Compose would add to it."""
+    """The list replaces that of docker-compose.gpu.yml, to which Compose would add."""
     assert TP.read_text().count("devices: !override\n") == 2
     seen = []
     for role, service in load(TP)["services"].items():
@@ -248,7 +248,7 @@ def test_images_run_as_a_user_and_only_those_of_workers_have_a_compiler() -> Non
 
 
 def test_compose_accepts_the_files() -> None:
-    """Without Compose it passed, and had checked nothing."""
+    """Without Compose it passed without a check."""
     command = compose_command()
     if not command:
         pytest.skip("there is no Compose 2")

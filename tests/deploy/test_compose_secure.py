@@ -43,7 +43,7 @@ def identity(folder: Path, name: str) -> Certificates:
 
 
 def placed(text: str, folder: Path) -> str:
-    """With the files that Compose would mount."""
+    """Replace the paths by those of files that Compose would mount."""
     for name, secret in load(SECURE)["secrets"].items():
         text = text.replace(f"/run/secrets/{name}", str(folder / Path(secret["file"]).name))
     assert "/run/secrets" not in text
@@ -118,7 +118,7 @@ def test_its_nats_admits_each_role_by_its_certificate_and_no_one_else(tmp_path: 
                 access = NatsAccess(identity(folder, role), inbox=f"_INBOX.kvmesh.{role}")
                 async with asyncio.timeout(PATIENCE_S), connect_bus(url, role, access) as bus:
                     assert bus.is_connected
-            stranger = NatsAccess(identity(folder, "etcd"))  # signed by the authority, and no user
+            stranger = NatsAccess(identity(folder, "etcd"))  # signed by the authority, but no user
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1), connect_bus(url, "stranger", stranger):
                     pass

@@ -1,4 +1,4 @@
-"""The chart as Helm renders it: schemas of Kubernetes, settings, drain times, rights, which pods may connect to which."""
+"""The rendered chart: schemas of Kubernetes, settings, drain times, rights, allowed connections."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def test_every_variable_is_a_setting_of_its_process_and_stands_once(values: str)
 @pytest.mark.parametrize("values", ["planner", "cluster"])
 @pytest.mark.parametrize("role", [*ROLES, "planner", "observer"])
 def test_the_settings_of_each_process_can_be_read(role: str, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the container gets them, with the addresses that Kubernetes puts in."""
+    """Like the container gets them, with addresses from Kubernetes."""
     for name, value in variables(deployments(values, "planner.enabled=true")[role]).items():
         monkeypatch.setenv(name, value.replace("$(POD_IP)", "10.1.2.3") or "a-secret")
     read = settings_of(role).read([])  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def test_a_pod_may_drain_before_it_is_killed(values: str) -> None:
 
 @pytest.mark.parametrize("role", [*ROLES, "planner", "observer"])
 def test_a_drain_timeout_reaches_the_process_if_it_has_one(role: str) -> None:
-    """The observer's pod had the longer grace period, and its process kept 5 seconds."""
+    """The observer's pod had the longer grace period, but its process kept 5 seconds."""
     longer = deployments("", "planner.enabled=true", f"{role}.drainTimeoutSeconds=900")[role]
     assert pod(longer)["terminationGracePeriodSeconds"] > 900
     given = variables(longer).get(f"MESH_{role.upper()}_DRAIN_TIMEOUT_S")
@@ -301,7 +301,7 @@ def test_each_role_has_the_certificate_of_its_own_secret(role: str) -> None:
 
 
 def test_etcd_gets_its_users_and_nats_its_stream_before_anything_that_needs_them() -> None:
-    """The stream has the frontends' bounds."""
+    """The stream has the frontends' limits."""
     bounds = {
         "MESH_FRONTEND_MAX_STORED_RESPONSES": "7",
         "MESH_FRONTEND_STORED_RESPONSES_AGE_S": "60",
@@ -369,7 +369,7 @@ def test_prometheus_gets_the_rules_of_the_compose_file_from_that_file() -> None:
 
 
 class Net:
-    """What NetworkPolicies of the namespace `llm` allow."""
+    """The NetworkPolicies of the namespace `llm`."""
 
     def __init__(self, objects: tuple[Object, ...]) -> None:
         self._policies = [part["spec"] for part in objects if part["kind"] == "NetworkPolicy"]
@@ -380,7 +380,7 @@ class Net:
         }
 
     def may(self, source: str, target: str, port: int) -> bool:
-        """`source` and `target` are roles, `etcd`, `nats`, `stranger` or `monitor`, which is in a namespace of its own."""
+        """`source` and `target`: roles, `etcd`, `nats`, `stranger`, or `monitor`, which is in another namespace."""
         return self._allows("ingress", target, source, port) and self._allows("egress", source, target, port)
 
     def _allows(self, way: str, one: str, other: str, port: int) -> bool:

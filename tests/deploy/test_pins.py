@@ -1,4 +1,4 @@
-"""The files that decide what gets installed."""
+"""The files that determine installed packages."""
 
 import re
 import subprocess
@@ -35,14 +35,14 @@ def test_helm_is_pinned_by_hash() -> None:
 
 
 def test_no_package_index_is_named() -> None:
-    """Where packages come from is the machine's business: pip's own configuration."""
+    """The source of packages belongs into pip's own configuration."""
     files = [REPO / name for name in INSTALLING] + sorted((REPO / "deploy").glob("*.txt"))
     for file in files:
         assert not re.search(r"index-url|find-links|https?://", file.read_text()), file
 
 
 def test_make_up_installs_no_packages_of_developers_and_names_what_it_installs(tmp_path: Path) -> None:
-    """It installed them all for 2.5 minutes, without a word."""
+    """It installed them all for 2.5 minutes, without output."""
 
     def installs(target: str) -> str:
         command = ["make", "-n", target, f"VENV={tmp_path}/venv"]

@@ -28,7 +28,7 @@ def bom(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def form(value: object, key: str = "") -> object:
-    """Its keys and types. Ids of licenses are of a closed list, so their values count too."""
+    """Return its keys and types. Ids of licenses come from a closed list, so their values count too."""
     if isinstance(value, dict):
         return frozenset((name, form(item, name)) for name, item in value.items())
     if isinstance(value, list):
@@ -37,7 +37,7 @@ def form(value: object, key: str = "") -> object:
 
 
 def test_it_is_valid_cyclonedx_about_this_version(bom: dict[str, Any]) -> None:
-    """One component of each form stands for all: the validator takes 0.3 s for each."""
+    """Validate one component of each form, as each takes 0.3 s."""
     one_of_each = list({form(one): one for one in bom["components"]}.values())
     cut = json.dumps(bom | {"components": one_of_each})
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(cut) is None
@@ -47,7 +47,7 @@ def test_it_is_valid_cyclonedx_about_this_version(bom: dict[str, Any]) -> None:
 
 def test_it_has_what_kvmesh_requires_with_versions_and_not_its_developers_tools(bom: dict[str, Any]) -> None:
     found = {one["name"].lower(): one["version"] for one in bom["components"]}
-    for name in ("torch", "nixl", "nats-py", "pydantic", "pydantic_core", "h11"):  # the last two by way of others
+    for name in ("torch", "nixl", "nats-py", "pydantic", "pydantic_core", "h11"):  # the last two indirectly
         assert found[name] == version(name)
     assert found["uplot"]  # a script of the page
     assert not {"pytest", "mypy", "ruff", "matplotlib", "kvmesh"} & set(found)

@@ -12,7 +12,7 @@ BLOCK: Final = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n|^[ ]*\n)+)",
 PROMPT: Final = "$ "
 SHELL: Final = ("", "bash", "sh", "console", "shell")
 ASSIGNMENT: Final = re.compile(r"[A-Z]\w*=")
-PLACEHOLDER: Final = re.compile(r"…|\.\.\. |<\w+>")  # of a command that is a form
+PLACEHOLDER: Final = re.compile(r"…|\.\.\. |<\w+>")  # of a command
 
 
 class Command(NamedTuple):
@@ -21,12 +21,12 @@ class Command(NamedTuple):
 
     @property
     def program(self) -> str:
-        """Without its directory."""
+        """The name without its directory."""
         return self.words[0].rpartition("/")[2] if self.words else ""
 
 
 def blocks(text: str) -> Iterator[str]:
-    """Text of each block that is indented, or fenced as the shell's."""
+    """Yield each indented block, and each fenced one of the shell."""
     for language, fenced, indented in BLOCK.findall(text):
         if indented.strip():
             yield re.sub(r"^    ", "", indented, flags=re.MULTILINE)
@@ -35,7 +35,7 @@ def blocks(text: str) -> Iterator[str]:
 
 
 def lines(block: str) -> Iterator[str]:
-    """The shell's lines. A quotation and a line that ends with a backslash continue; output is left out."""
+    """Yield the shell's lines, without output. Quotations and lines with a backslash at the end continue."""
     prompted = any(line.startswith(PROMPT) for line in block.splitlines())
     unfinished = ""
     for line in block.splitlines():
@@ -60,7 +60,7 @@ def is_open(line: str) -> bool:
 
 
 def commands(text: str) -> Iterator[Command]:
-    """Each line of a block as if it were a command; the caller knows which programs there are."""
+    """Parse each line of a block as a command; the caller filters by program."""
     for block in blocks(text):
         for line in lines(block):
             words = shlex.split(line, comments=True)

@@ -1,4 +1,4 @@
-"""The example of docs/writing-a-kv-transfer-backend.md, up to the classes that it leaves out."""
+"""The example of docs/writing-a-kv-transfer-backend.md, up to the omitted classes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_the_example_refuses_a_device_that_it_does_not_know() -> None:
-    """It lacked its imports: a reader who began with a copy met a NameError."""
+    """It lacked its imports: a copy raised NameError."""
     page = (REPO / "docs" / "writing-a-kv-transfer-backend.md").read_text()
     names: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], names)

@@ -1,7 +1,6 @@
-"""Commands in README and docs: each program, target, module, option, setting, file and service in them exists.
+"""Commands in README and docs: each program, target, module, option, setting, file and service exists.
 
-Each command line of ours is parsed by the parser that would parse it. Nothing is run here; tests/mesh/test_http.py runs
-the requests.
+Each of our command lines is parsed by its own parser, but not run; tests/mesh/test_http.py runs the requests.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--speculative-config",  # vLLM
 }
 SECRETS: Final = {"MESH_FRONTEND_API_KEYS"}  # no option, so not in a help text
-# errors of commands that a text names without all that they need
+# errors of commands that a text names without their arguments
 COMPLETE_ENOUGH: Final = ("MissingParameter", "NoArgsIsHelpError")
 INLINE: Final = re.compile(r"`([^`\n]+)`")
 
@@ -84,7 +83,7 @@ def variables() -> frozenset[str]:
 
 
 def parser(module: str) -> Any | None:
-    """The command of typer that a module runs, or None for one without."""
+    """Return the typer command of a module, or None."""
     if (REPO / module.replace(".", "/") / "__main__.py").exists():
         module = f"{module}.__main__"
     loaded = import_module(module)
@@ -98,7 +97,7 @@ def parser(module: str) -> Any | None:
 
 
 def parse(command: Any, arguments: Sequence[str]) -> dict[str, Any]:
-    """Parameters of the innermost command. Raises: Wrong."""
+    """Return the parameters of the innermost command. Raises: Wrong."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             context = command.make_context("", list(arguments))
@@ -203,7 +202,7 @@ def check_docker(arguments: Sequence[str]) -> None:
 
 
 def check_pip(arguments: Sequence[str]) -> None:
-    """What is installed is our wheel, with or without an extra, or pinned in deploy/."""
+    """Installed packages must be our wheel, with or without an extra, or pinned in deploy/."""
     pins = (REPO / "deploy/model-requirements.txt").read_text()
     extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in (word for word in arguments if not word.startswith("-") and word != "install"):
@@ -245,7 +244,7 @@ def faults(text: str) -> Iterator[str]:
 
 
 def inline_commands(text: str) -> Iterator[Command]:
-    """Commands between backticks, `bench.NAME` among them, but none with a placeholder. [Brackets] are removed."""
+    """Yield commands between backticks, also `bench.NAME`, but none with a placeholder. [Brackets] are removed."""
     names = {name for name, _ in benchmarks()}
     for code in INLINE.findall(text):
         first, _, rest = code.partition(" ")
@@ -266,7 +265,7 @@ def test_every_command_of_a_page_could_run(page: Path, monkeypatch: pytest.Monke
 
 
 def test_the_pages_have_commands_of_each_kind() -> None:
-    """Else the reader of pages has gone blind."""
+    """Otherwise the parser of pages is broken."""
     found = [command.program for page in PAGES for command in commands(page.read_text())]
     assert {name for name in CHECKS if found.count(name)} == set(CHECKS)
     assert len([name for name in found if name in CHECKS]) > 40

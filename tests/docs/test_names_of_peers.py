@@ -1,4 +1,4 @@
-"""The tables of peers' names: every option, setting and variable of ours exists, and what is said to be missing is."""
+"""The tables of peers' names: our options, settings and variables exist, and those listed as missing do not."""
 
 import json
 import re

@@ -17,7 +17,7 @@ TARGET: Final = re.compile(r"(?:^    |`)make ([a-z-]+)", re.MULTILINE)
 
 
 def headings(page: Path) -> set[str]:
-    """As the anchors of a page that a hosting service renders."""
+    """Return the anchors of a rendered page."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -62,7 +62,7 @@ def test_the_nouns_of_the_tour_are_classes() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_tables_have_as_many_columns_below_their_heads_as_in_them(page: Path) -> None:
-    """A table of docs/models.md was shown as raw text."""
+    """A table of docs/models.md was rendered as raw text."""
     lines = page.read_text().splitlines()
     for head, rule in pairwise(lines):
         if re.fullmatch(r"\|(?: *:?-+:? *\|)+", rule):
@@ -79,7 +79,7 @@ def test_the_spans_that_the_readme_shows_are_recorded() -> None:
 
 
 def files_on_the_way() -> list[str]:
-    """Of the tour's table, where a folder stands before the names of its modules."""
+    """Return the files of the tour's table, where a folder precedes its modules."""
     table = (REPO / "docs/tour.md").read_text().partition("## All files on the path")[2].partition("## ")[0]
     found: list[str] = []
     for group in re.split(r"[;|\n]", table):

@@ -1,4 +1,4 @@
-"""The documentation as a site: every page is reached, every link leads somewhere."""
+"""The documentation as a site: every page is linked, and every link has a target."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Random lives of many requests on a pool that is too small for them: pages always add up, tokens are always right."""
+"""Random events of many requests on a small pool: pages always add up, tokens are always right."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ PROMPTS = (
     prompt(15),
     prompt(16),
     prompt(33),
-    prompt(33) + prompt(20, start=3),  # shares two pages with the one before
+    prompt(33) + prompt(20, start=3),  # shares two pages with the last one
     prompt(64, start=2),
     prompt(64, start=2) + prompt(1),
     prompt(90, start=2),
@@ -66,10 +66,7 @@ GARBAGE = b"\x3f"
 def make_machine(
     make: Callable[..., EngineCore], alone: Callable[..., EngineCore], sizes: Sequence[int]
 ) -> type[RuleBasedStateMachine]:
-    """The state machine over the engines that `make(page_size=..., ...)` gives; every run of it gets its own.
-
-    Those of `alone` give the right tokens.
-    """
+    """Make a state machine with an engine from `make(page_size=..., ...)`; engines from `alone` give the right tokens."""
 
     @cache
     def pages_of(which: int, page_size: int) -> list[bytes]:
@@ -88,14 +85,14 @@ def make_machine(
             super().__init__()
             self.seen = Seen()
             self.asked: dict[str, tuple[int, int, Phase]] = {}
-            self.reserved: dict[str, Exposed] = {}  # no KV yet, not given up
-            self.exposed: dict[str, Exposed] = {}  # given up, not released: a late write may still come
+            self.reserved: dict[str, Exposed] = {}  # no KV yet
+            self.exposed: dict[str, Exposed] = {}  # abandoned, not released: a late write may come
             self.prefills: set[str] = set()  # computed or cancelled, not released
             self.queued: set[str] = set()  # DECODE, without pages yet
             self.over: set[str] = set()  # cancelled before it ended
-            self.cancelled: set[str] = set()  # branches may have been cut off, even when the first had ended
-            self.first: dict[str, list[int]] = {}  # tokens that `deliver` returned
-            self.dropped: dict[tuple[str, int], int] = {}  # branches cancelled alone: how many tokens each had
+            self.cancelled: set[str] = set()  # some branches may not have ended
+            self.first: dict[str, list[int]] = {}  # tokens from `deliver`
+            self.dropped: dict[tuple[str, int], int] = {}  # tokens of branches that were cancelled alone
 
         @initialize(page_size=st.sampled_from(sizes))
         def start(self, page_size: int) -> None:
@@ -140,7 +137,7 @@ def make_machine(
         @precondition(lambda self: self.reserved)
         @rule(data=st.data(), spoilt=st.booleans(), has_token=st.booleans())
         def recompute(self, data: st.DataObject, spoilt: bool, has_token: bool) -> None:
-            """`has_token`: the client has the first token already, if another one follows."""
+            """`has_token`: the client has the first token, if another one follows."""
             name = data.draw(st.sampled_from(sorted(self.reserved)))
             self.exposed[name] = self.reserved.pop(name)
             if spoilt:
@@ -257,7 +254,7 @@ def make_machine(
             return self.first.get(name, []) + self.seen.tokens.get(name, [])
 
         def _ask(self, data: st.DataObject) -> None:
-            """One of the rules above, between launch and landing."""
+            """Apply a rule above between the launch and the end of a step."""
             able = {"submit": True, "deliver": self.reserved, "recompute": self.reserved, "cancel": self.asked}
             able |= {"release": self.exposed or self.prefills, "write_late": self.exposed, "nothing": True}
             match data.draw(st.sampled_from([name for name, can in able.items() if can])):
@@ -314,7 +311,7 @@ def make_machine(
 
 
 class Slow:
-    """A step that looks unfinished three times."""
+    """A step that is unfinished at three checks."""
 
     def __init__(self, step: Launched) -> None:
         self.chunks, self.sample, self.result = step.chunks, step.sample, step.result

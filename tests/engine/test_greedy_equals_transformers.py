@@ -1,4 +1,4 @@
-"""The whole engine against transformers' own generate, id by id, in fp32."""
+"""The whole engine gives the ids of transformers' generate, in fp32."""
 
 from collections.abc import Sequence
 from functools import cache

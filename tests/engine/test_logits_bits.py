@@ -22,7 +22,7 @@ STEPS = 4  # tokens that are drawn
 
 @dataclass(frozen=True)
 class Company:
-    """What the request shares its steps with, and what was computed before."""
+    """The other requests, and earlier ones."""
 
     config: dict[str, Any] = field(default_factory=dict)
     others: int = 0  # requests that decode
@@ -50,7 +50,7 @@ def loaded(tiny_dir: Path, kernel: str | None) -> LoadedModel:
 
 
 class Noting:
-    """The eager forward, which notes the logits of each token that it was asked for."""
+    """The eager forward, which records the requested logits."""
 
     kind = EagerForward.kind
 
@@ -68,7 +68,7 @@ class Noting:
 
 
 def logits_of(loaded: LoadedModel, tokens: Sequence[int], company: Company) -> list[torch.Tensor]:
-    """From which each of a greedy request's tokens was drawn."""
+    """Return the logits of each token of a greedy request."""
     forward = Noting(loaded)
     seen = forward.seen
     config = {"dtype": "bfloat16", "max_step_tokens": 512, "num_pages": 400, "max_running": 64, **company.config}
@@ -89,14 +89,14 @@ def logits_of(loaded: LoadedModel, tokens: Sequence[int], company: Company) -> l
 @pytest.mark.parametrize("length", [97, 100])
 @pytest.mark.parametrize("company", COMPANIES.values(), ids=COMPANIES)
 def test_logits_have_the_same_bits_in_any_company(loaded: LoadedModel, company: Company, length: int) -> None:
-    """A last chunk of one token, which a budget or a prefix hit left, went another way: its logits were off by 0.05."""
+    """A last chunk of one token, after a budget or a prefix hit, had logits that were off by 0.05."""
     expected = logits_of(loaded, prompt(length), Company())
     found = logits_of(loaded, prompt(length), company)
     assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * STEPS
 
 
 def test_a_branch_is_the_request_with_its_seed_to_the_last_bit(loaded: LoadedModel) -> None:
-    """Branches computed their prompt's last token alone."""
+    """Branches computed the last token of their prompt alone."""
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=5, n=3)
     for length in (2, 17, 33, 97):
         engine = make_engine(loaded, dtype="bfloat16", max_step_tokens=512)

@@ -1,7 +1,6 @@
-"""A stream that another engine continues, from a prompt that holds what was generated, as it would have gone on: bit by bit.
+"""Another engine continues a stream with the same bits, from a prompt that ends with the generated tokens.
 
-Of bfloat16, the default, on processors for which the products are compiled (AVX2 or newer). Elsewhere products come from
-oneDNN, whose sums depend on the number of rows.
+In bfloat16, the default, this needs the compiled products (AVX2 or newer): sums of oneDNN depend on the number of rows.
 """
 
 import os
@@ -52,7 +51,7 @@ def sampling(max_tokens: int, seed: int | None) -> SamplingParams:
 def written(
     engine: EngineCore, prompts: Sequence[Sequence[int]], cut: int, seed: int | None, salt: str
 ) -> list[Written]:
-    """What the engine adds to prompts that hold `cut` generated tokens."""
+    """Return the output for prompts with `cut` generated tokens."""
     asked = [
         EngineRequest(f"{i}", ids, sampling(LENGTH - cut, seed), cache_salt=salt, num_generated=cut)
         for i, ids in enumerate(prompts)
@@ -64,7 +63,7 @@ def written(
 def moved_streams_go_on(
     engine: EngineCore, prompts: Sequence[Sequence[int]], cuts: Sequence[int], seed: int | None
 ) -> None:
-    """`cuts`: how many tokens were generated before the streams move.
+    """`cuts`: numbers of tokens generated before the streams move.
 
     Log-probabilities are compared too: equal tokens may come from logits that differ.
     """
@@ -87,7 +86,7 @@ def test_a_moved_stream_of_a_small_model_goes_on_as_it_would_have(tmp_path: Path
 @pytest.mark.model
 @pytest.mark.timeout(300)
 def test_a_moved_stream_of_the_default_model_goes_on_as_it_would_have(state_home: Path, real_model_dir: Path) -> None:
-    """In bfloat16, greedy text of 300 tokens was another one in four of four moves."""
+    """In bfloat16, greedy text of 300 tokens changed in four of four moves."""
     config = EngineConfig(num_pages=1000, max_running=8, compile="off", threads=len(os.sched_getaffinity(0)))
     engine = build_engine(str(real_model_dir), config, state_home)
     tokenizer = AutoTokenizer.from_pretrained(real_model_dir)

@@ -1,4 +1,4 @@
-"""The KV pool gets the memory that the rest leaves. The device is the CPU, with its memory counted."""
+"""The KV pool gets the remaining memory. The device is the CPU with counted memory."""
 
 import gc
 import logging
@@ -30,7 +30,7 @@ GRAPHS = Graphs(first=400_000, each=20_000)
 
 @pytest.fixture(autouse=True)
 def _exact_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool has a block of memory of its own, not the rest of 64 MB."""
+    """Give the pool its own block of memory, not the rest of 64 MB."""
     monkeypatch.setattr(huge_pages, "BLOCK_BYTES", 0)
 
 
@@ -45,7 +45,7 @@ def _collected() -> Iterator[None]:
 
 @pytest.fixture
 def fresh(tiny_dir: Path) -> LoadedModel:
-    """A model of this test's own: its linear layers will be shared."""
+    """A model for one test, which changes its linear layers."""
     return load_tiny(tiny_dir)
 
 
@@ -71,7 +71,7 @@ def facts(caplog: pytest.LogCaptureFixture) -> dict[str, float]:
 def test_the_pool_takes_what_is_left_and_a_full_engine_stays_within_its_share(
     tiny: LoadedModel, fresh: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prompts fill a step, all places draw, and decodes run from graphs: no operation goes beyond the share."""
+    """Prompts fill a step, all rows draw, decodes run from graphs: no operation exceeds the share."""
     config, graphs = settings(), Graphs(400_000, 20_000)
     requests = [EngineRequest(str(i), prompt(20 + i, start=i), greedy(4, top_p=0.9)) for i in range(6)]
     with CountedMemory(TOTAL, fresh) as memory, caplog.at_level(logging.INFO):
@@ -203,7 +203,7 @@ def test_a_step_that_does_not_fit_is_named(tiny_dir: Path) -> None:
 def test_memory_that_other_processes_hold_may_be_free_at_a_later_start(
     free: int, max_step_tokens: int, why: str, fresh: LoadedModel
 ) -> None:
-    """It counted as wrong settings. One restarted decode ended `kvmesh up`: a killed process's memory returns late."""
+    """It counted as wrong settings, so a restarted decode ended `kvmesh up`: a killed process's memory is freed late."""
     config = settings(max_step_tokens=max_step_tokens, max_context=512, attention="torch")
     with CountedMemory(150_000_000, fresh) as memory:
         memory.others = memory.total - memory.own - free

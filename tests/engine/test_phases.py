@@ -1,4 +1,4 @@
-"""PREFILL and DECODE requests: what is exposed, for how long, and what others may find afterwards."""
+"""PREFILL and DECODE requests: their exposed pages, and the cached pages afterwards."""
 
 import pytest
 
@@ -33,7 +33,7 @@ LENGTHS = (1, 15, 16, 17, 32, 130)
 
 
 def stats_of(engine: EngineCore) -> tuple[int, int]:
-    """(held requests, held pages) after an idle step."""
+    """Return (held requests, held pages) after an idle step."""
     stats = engine.step().stats
     assert stats.free_pages + stats.cached_pages + stats.held_pages == stats.total_pages
     return stats.num_held, stats.held_pages
@@ -45,7 +45,7 @@ def reserve(engine: EngineCore, request_id: str, token_ids: list[int], sampling:
 
 
 def spoil(engine: EngineCore, reserved: Exposed) -> None:
-    """Half a transfer: the pages now hold nothing that may be used."""
+    """Write half of a transfer, after which the pages are unusable."""
     for page in reserved.pages[reserved.num_computed // engine.kv_region.layout.page_size :]:
         write_page(engine, page, b"\x3f" * engine.kv_region.layout.page_bytes)
 
@@ -161,7 +161,7 @@ def test_a_recomputed_request_gives_the_right_tokens_while_its_old_pages_are_sti
     d.recompute("r")
     seen = Seen()
     while d.has_work():
-        spoil(d, reserved)  # the lost sender is not so lost
+        spoil(d, reserved)  # the sender was not lost
         seen.take(d.step())
         check_pages(d)
     assert seen.tokens["r"] == alone(tiny, prompt(40), greedy(12))

@@ -1,4 +1,4 @@
-"""How long OpenMP's threads spin: libgomp itself reports with which bound it was loaded."""
+"""The bound on spins of OpenMP's threads, as libgomp reports it."""
 
 import importlib.util
 import os
@@ -10,7 +10,7 @@ import pytest
 
 import engine
 
-# Loads libgomp alone at the moment at which torch would load it: all of torch takes many seconds on a busy machine.
+# Loads only libgomp, when torch would load it: torch takes many seconds on a busy machine.
 UP_TO_TORCH = """
 import ctypes, sys
 
@@ -27,7 +27,7 @@ WORKER = "import services.decode.__main__, engine.build"
 
 
 def reported(given: dict[str, str], imports: str) -> str:
-    """What libgomp reports of its settings, with `given` in the environment, after these imports up to torch."""
+    """Return libgomp's report, with `given` in the environment, after these imports up to torch."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
@@ -44,7 +44,7 @@ def reported(given: dict[str, str], imports: str) -> str:
 
 
 def test_a_worker_started_by_hand_bounds_spins_before_libgomp_is_loaded() -> None:
-    """`services.local` set a bound for prefill alone: decode's threads spun their whole time slices away."""
+    """Without a bound, decode's threads spun for whole time slices."""
     assert f"GOMP_SPINCOUNT = '{engine.SPINS}'" in reported({}, WORKER)
 
 

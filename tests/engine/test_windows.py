@@ -1,6 +1,6 @@
-"""Models whose layers all see only the last keys: pages behind them are given back, and are not asked of prefill.
+"""Models whose layers attend only to the last keys: earlier pages are freed, and not requested from prefill.
 
-That no token changes, whatever else happens, is in test_engine_stateful.py and, against transformers, here.
+test_engine_stateful.py compares tokens too.
 """
 
 from collections.abc import Callable
@@ -43,13 +43,13 @@ MAX_PAGES = KEPT + 2  # with the one that is being filled, and one before the fi
 
 @pytest.fixture(scope="module")
 def by_transformers(windowed_dir: Path) -> Callable[[tuple[int, ...], int], list[int]]:
-    """What transformers' own model generates, once for each prompt and length."""
+    """Return transformers' tokens, computed once for each prompt and length."""
     model = reference(windowed_dir)
     return cache(lambda ids, max_tokens: reference_greedy(model, ids, max_tokens))
 
 
 def held_while(engine: EngineCore, request: EngineRequest, after: int = 0) -> int:
-    """Most pages held while it runs, once it has made `after` tokens."""
+    """Return the most pages held after `after` tokens."""
     engine.submit(request)
     seen, most = Seen(), 0
     while engine.has_work():
@@ -150,8 +150,8 @@ def test_decode_asks_for_the_pages_of_the_window_alone(windowed: LoadedModel, le
 
 
 def test_a_window_shorter_than_a_page_keeps_all_pages(windowed: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries before the window named the page that was being filled. A chunk of two tokens read what an earlier request,
-    whose logits were NaN, had left in the free part of it."""
+    """Entries before the window named the page that was being filled: a chunk of two tokens read NaN of an earlier request in
+    its free part."""
     drafts = Oracle.drafts
     monkeypatch.setattr(Oracle, "drafts", lambda self, most, least: drafts(self, min(most, 1), least))
     large = replace(windowed, layout=structs.replace(windowed.layout, page_size=32))

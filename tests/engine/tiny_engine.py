@@ -1,4 +1,4 @@
-"""Tiny engines with random weights, and what the tests do with them again and again."""
+"""Tiny engines with random weights, and helpers for them."""
 
 import ctypes
 import os
@@ -35,7 +35,7 @@ EOS = 5
 
 
 def tiny_config(**changes: object) -> LlamaConfig:
-    """Grouped-query Llama; initial weights are large, so that greedy decoding does not repeat one token."""
+    """A grouped-query Llama; initial weights are large, so that greedy decoding does not repeat one token."""
     settings = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -76,7 +76,7 @@ def small(**changes: object) -> EngineConfig:
 
 
 def offload_gb(layout: KvLayout, num_pages: int) -> float:
-    """The setting that keeps `num_pages` evicted pages."""
+    """Return the setting that keeps `num_pages` evicted pages."""
     return (num_pages + 0.5) * layout.page_bytes / 1e9
 
 
@@ -99,7 +99,7 @@ def make_engine(loaded: LoadedModel, **changes: object) -> EngineCore:
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
-    """Tokens that differ from page to page, none of them the end of a text."""
+    """Return tokens that differ between pages, without an end of text."""
     return [6 + (start * 31 + i * 17 + i * i // 7) % (VOCAB - 6) for i in range(length)]
 
 
@@ -108,7 +108,7 @@ def peek(engine: Engine, token_ids: Sequence[int], cache_salt: str = "", adapter
 
 
 def cached_blocks(engine: EngineCore) -> list[bytes]:
-    """The sum of all cache events, including unreported ones, in the order in which they were stored."""
+    """Return the blocks of all cache events, also unreported ones, in the order of storing."""
     return list(engine._memory.prefix._page_of)
 
 
@@ -160,9 +160,9 @@ class Seen:
 
 
 def check_pages(engine: EngineCore) -> None:
-    """The pool is whole, and every page is held exactly as often as it is listed in block tables.
+    """Check that no page is lost, and each is held as often as block tables list it.
 
-    A request that ended in flight keeps its pages until the step has landed.
+    A request that ended in flight keeps its pages until the end of the step.
     """
     pool = engine._memory.pool
     pool.check()
@@ -197,11 +197,7 @@ _ALONE: Final[dict[tuple[object, ...], tuple[LoadedModel, list[int]]]] = {}
 
 
 def alone(loaded: LoadedModel, token_ids: Sequence[int], sampling: SamplingParams, **changes: object) -> list[int]:
-    """What the request gives on an engine that has nothing else to do.
-
-    It is computed once in a run for each model, request and configuration, because many tests compare with the same
-    answer.
-    """
+    """Return the tokens on an idle engine, computed once for each model, request and configuration."""
     config = small(**changes)
     key = (id(loaded), tuple(token_ids), repr(sampling), repr(config))
     if key not in _ALONE:
@@ -211,13 +207,13 @@ def alone(loaded: LoadedModel, token_ids: Sequence[int], sampling: SamplingParam
 
 
 def page_bytes(engine: EngineCore) -> int:
-    """Of a page on all ranks."""
+    """Return the bytes of a page on all ranks."""
     region = engine.kv_region
     return region.layout.page_bytes * (1 + len(region.followers))
 
 
 def read_page(engine: EngineCore, page: int) -> bytes:
-    """The parts of all ranks, in order."""
+    """Return the parts of all ranks, in order."""
     region, size = engine.kv_region, engine.kv_region.layout.page_bytes
     if region.device != "cpu":
         return at(region)[page].cpu().numpy().tobytes()

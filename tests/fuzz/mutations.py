@@ -1,4 +1,4 @@
-"""Valid bytes and values, a little wrong: what a fuzzer sends."""
+"""Slightly damaged bytes and values, for fuzzing."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ WIRE: st.SearchStrategy[Any] = st.recursive(
 
 @st.composite
 def damaged(draw: st.DrawFn, data: bytes) -> bytes:
-    """`data` after some bytes were changed, lost, repeated or put in."""
+    """Change, remove, repeat or insert some bytes of `data`."""
     out = bytearray(data)
     for _ in range(draw(st.integers(1, 6))):
         at = draw(st.integers(0, len(out)))
@@ -47,7 +47,7 @@ def damaged(draw: st.DrawFn, data: bytes) -> bytes:
 
 @st.composite
 def twisted(draw: st.DrawFn, value: Any, others: st.SearchStrategy[Any], twists: int = 3) -> Any:
-    """`value` with some of its parts, at any depth, in exchange for others, gone, or new ones beside them."""
+    """Replace, remove or add some parts of `value`, at any depth."""
     for _ in range(draw(st.integers(1, twists))):
         value = draw(_twisted_once(value, others))
     return value

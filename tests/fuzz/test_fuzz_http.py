@@ -1,4 +1,4 @@
-"""Nearly valid requests, made at random: the frontend answers each with 200 or with an error that names what is wrong."""
+"""Random, nearly valid requests: the frontend answers each with 200 or a named error."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
-"""Requests byte by byte, made at random, to a server on a socket.
+"""Random bytes of requests to a server on a socket.
 
-Each whole request is answered once and in order, however it is framed and cut. What is damaged or ends too early gets an
-answer or a close, soon and never a 5xx. The next client is answered.
+Each whole request is answered once and in order, in any framing. Damaged or short ones soon get an answer, which is never
+a 5xx, or a close. The next client is answered.
 """
 
 import re
@@ -23,13 +23,19 @@ LAST: Final = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 SLOW: Final = [HealthCheck.too_slow, HealthCheck.data_too_large]
 TOKEN: Final = st.text(st.sampled_from("abcXYZ019-_!#$%&'*+.^`|~"), min_size=1, max_size=12).map(str.encode)
 VALUE: Final = st.text(st.sampled_from("abc XYZ,;=\"'\t:()<>@/[]{}?\\"), max_size=30).map(str.strip).map(str.encode)
-NAMES: Final = [b"host", b"Authorization", b"connection", b"expect", b"x-request-id"]  # those of framing are a 400
+NAMES: Final = [
+    b"host",
+    b"Authorization",
+    b"connection",
+    b"expect",
+    b"x-request-id",
+]  # repeated framing headers are a 400
 TRAILERS: Final = st.lists(st.tuples(st.sampled_from(NAMES) | TOKEN, VALUE), max_size=4)
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A request, and what answers it."""
+    """A request and its answer."""
 
     data: bytes
     answer: bytes
@@ -37,7 +43,7 @@ class Sent:
 
 @st.composite
 def chunked(draw: st.DrawFn, body: bytes) -> bytes:
-    """A body in chunks, with extensions and trailers."""
+    """Draw a body in chunks, with extensions and trailers."""
     out = b""
     extension = st.just(b"") | TOKEN.map(lambda name: b";" + name) | TOKEN.map(lambda name: b';a="' + name + b'"')
     while body:
@@ -51,7 +57,7 @@ def chunked(draw: st.DrawFn, body: bytes) -> bytes:
 
 @st.composite
 def requests(draw: st.DrawFn, number: int) -> Sent:
-    """A whole one; `number` is in its path."""
+    """Draw a whole request; `number` is in its path."""
     method = draw(st.sampled_from([b"GET", b"POST", b"PUT", b"DELETE", b"OPTIONS"]))
     path = b"/%d/%b" % (number, draw(st.text(st.sampled_from("abc%20?=&;~"), max_size=8).map(str.encode)))
     own = draw(st.lists(st.tuples(TOKEN.map(lambda name: b"x-" + name), VALUE), max_size=3))
@@ -76,7 +82,7 @@ def requests(draw: st.DrawFn, number: int) -> Sent:
 
 
 STREAMS: Final = st.integers(1, 8).flatmap(lambda count: st.tuples(*(requests(i) for i in range(count))))
-ENDS_WITHIN_S: Final = 30.0  # the server is patient for half a second, and with what is idle for 75 s
+ENDS_WITHIN_S: Final = 30.0  # the server's limits are 0.5 s, and 75 s for idle connections
 CUTS: Final = st.lists(st.integers(0, 3000), max_size=6) | st.just(list(range(400)))
 
 
@@ -85,7 +91,7 @@ class Server:
         self._port = port
 
     def ask(self, data: bytes, cuts: list[int]) -> list[tuple[int, bytes]]:
-        """Status and body of each answer until the server closes; the bytes leave in parts, cut where it is said."""
+        """Send the bytes, cut at `cuts`. Return status and body of each answer until the server closes."""
         with socket.create_connection(("127.0.0.1", self._port), timeout=PATIENCE_S) as connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             ends = [*sorted({cut for cut in cuts if 0 < cut < len(data)}), len(data)]
@@ -93,7 +99,7 @@ class Server:
                 for start, end in zip([0, *ends], ends, strict=False):
                     connection.sendall(data[start:end])
             except OSError:
-                pass  # closed: what it said is there to read
+                pass  # closed: its answer can still be read
             got = b""
             try:
                 while some := connection.recv(65_536):
@@ -108,7 +114,7 @@ class Server:
 
 
 def answers_in(got: bytes) -> list[tuple[int, bytes]]:
-    """All of them are whole but the last, whose connection may have been lost."""
+    """Parse the answers, of which the last may be incomplete."""
     found = []
     while got:
         head, _, got = got.partition(b"\r\n\r\n")
@@ -129,7 +135,7 @@ def expected(sent: tuple[Sent, ...]) -> list[tuple[int, bytes]]:
 
 
 def few() -> int:
-    """Examples of which many last until the server's patience is over."""
+    """Return the number of examples, many of which last until a time limit."""
     return max(25, settings().max_examples // 10)
 
 

@@ -1,4 +1,4 @@
-"""schemathesis makes requests of what /openapi.json says, valid ones and others; none may be answered with a 5xx.
+"""schemathesis makes valid and invalid requests from /openapi.json; none may be answered with a 5xx.
 
 Here against a frontend over a mesh in memory; `make fuzz` sends ten thousand to a mesh of real processes.
 """
@@ -29,7 +29,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_
 
 
 def cases(schema: Any) -> st.SearchStrategy[Any]:
-    """Requests to every route, half of them as it asks for them; half of all have a body as it is described."""
+    """Make requests to every route; half of them, and half of the bodies, are valid."""
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 6
     modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -49,10 +49,10 @@ def cases(schema: Any) -> st.SearchStrategy[Any]:
 
 @st.composite
 def aimed(draw: st.DrawFn, made: st.SearchStrategy[Any], model: str) -> Any:
-    """Requests of which half name a model that is served, ask for little, and have few other fields: some of these are good."""
+    """Make half of the requests name a served model, with few tokens and few other fields, so that some are valid."""
     try:
         case = draw(made)
-    except InvalidSchema:  # it set out for something that cannot be made, and notices late
+    except InvalidSchema:  # it cannot make this request
         reject()
     body = case.body
     if isinstance(body, dict) and isinstance(body.get("model"), str) and draw(st.booleans()):
@@ -94,7 +94,7 @@ def test_no_request_of_the_schemas_is_answered_with_a_5xx() -> None:
 
 
 def page(frontend: Worker) -> str:
-    """What it has counted."""
+    """Return its metrics page."""
     return httpx.get(f"{frontend.url}/metrics", timeout=PATIENCE_S).text
 
 

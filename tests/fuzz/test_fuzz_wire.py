@@ -1,4 +1,4 @@
-"""Whatever bytes come over the mesh, decoding them gives a message or MalformedMessage, and a message survives another trip."""
+"""Decoding any bytes gives a message or MalformedMessage, and a message survives encoding."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ def _frame(data: bytes) -> None:
     except MalformedMessage:
         return
     assert isinstance(frame, TokenFrame)
-    with contextlib.suppress(OverflowError, ValueError):  # numbers that we would never send
+    with contextlib.suppress(OverflowError, ValueError):  # numbers that are never sent
         assert unpack_frame(frame.pack()).pack() == frame.pack()
 
 
@@ -122,7 +122,7 @@ def test_an_inbox_takes_anything_and_its_readers_get_tokens_or_errors_of_ours(se
 
 @st.composite
 def _items(draw: st.DrawFn) -> bytes:
-    """A frame of the instance that the streams are read from, with items of these streams, often in order."""
+    """Draw a frame of the instance of the streams, with their items, often in order."""
     errors = st.sampled_from([None, Refused(error="PeerLost", message="m"), Refused(error="X", message="")])
     items = [
         StreamItem(

@@ -22,13 +22,13 @@ REPO: Final = Path(__file__).resolve().parents[2]
 IP: Final = shutil.which("ip") or "ip"  # a tether needs the whole path
 MTU: Final = 9_000
 DEVICE: Final = "mesh0"
-OTHER_DEVICE: Final = "other0"  # another network of the host, where nothing of the mesh may listen
+OTHER_DEVICE: Final = "other0"  # another network, where the mesh may not listen
 NETWORK: Final = "10.77.0"
 OTHER_NETWORK: Final = "10.78.0"
 
 
 def cannot_run() -> str:
-    """Why hosts cannot be made here; empty if they can."""
+    """Return why hosts cannot be made here, or an empty text."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -40,7 +40,7 @@ def cannot_run() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with one direction of a host's link."""
+    """The faults of one direction of a host's link."""
 
     delay_s: float = 0.0
     loss: float = 0.0
@@ -59,12 +59,12 @@ class Host:
     other_address: str
 
     def command(self, *command: str) -> list[str]:
-        """Run `command` on this host, with its /sys, where UCX looks for devices. It replaces `ip`: the process is its own."""
+        """Return the command line that runs `command` on this host, with its /sys for UCX. It replaces `ip`."""
         return [IP, "netns", "exec", self.namespace, *command]
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Sockets of this thread, and of threads and processes that it starts, are this host's."""
+        """Put sockets of this thread, and of threads and processes that it starts, on this host."""
         with Path("/proc/thread-self/ns/net").open() as before, (NAMESPACES / self.namespace).open() as own:
             enter(own.fileno())
             try:
@@ -108,7 +108,7 @@ class Hosts:
             self._switch.communicate(timeout=PATIENCE_S)  # closes stdin
 
     def fault(self, name: str, *, into: Fault = WHOLE, out: Fault = WHOLE) -> None:
-        """Let a host's link be so from now on."""
+        """Set the faults of a host's link."""
         assert self._switch.stdin is not None
         for way, fault in (("in", into), ("out", out)):
             line = {

@@ -28,7 +28,7 @@ PASSWORD: Final = "hosts"  # of NATS
 
 @dataclass(slots=True)
 class HostMesh(MeshProcesses):
-    """Processes on hosts. The role says on which, unless `start_on` is used."""
+    """Processes on hosts, by default on the host of their role."""
 
     hosts: Hosts = field(kw_only=True)
     _next: Host = field(init=False)
@@ -36,7 +36,7 @@ class HostMesh(MeshProcesses):
     def start_on(self, host: str, role: str, **env: str) -> Worker:
         self._next = self.hosts[host]
         here = self._next.address
-        # Without UCX_TLS, UCX sees that all hosts are one machine, and uses shared memory.
+        # Without UCX_TLS, UCX uses shared memory, because all hosts are one machine.
         return self.start_one(role, MESH_METRICS_HOST=here, MESH_FRONTEND_HOST=here, UCX_TLS="tcp,self", **env)
 
     def _run(self, module: str, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

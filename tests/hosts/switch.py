@@ -1,7 +1,7 @@
 """A switch in user space that joins network namespaces, and the faults of its links.
 
-Each port is a TAP device inside one namespace. Linux' own emulation of faulty links (netem) is missing in many kernels,
-so the switch delays, drops and limits frames itself. Commands are lines of JSON on stdin: `{"host": "decode",
+Each port is a TAP device inside one namespace. Many kernels lack Linux' emulation of faulty links (netem), so the switch
+delays, drops and limits frames itself. Commands are lines of JSON on stdin: `{"host": "decode",
 "way": "in" | "out", "delay_s": 0.04, "loss": 0.02, "bytes_per_s": 1e6}`; each is answered by a line. It ends with stdin.
 
     python -m tests.hosts.switch HOST=NAMESPACE/DEVICE …
@@ -24,7 +24,7 @@ from typing import Final
 
 NAMESPACES: Final = Path("/run/netns")
 FRAME_BYTES: Final = 1 << 16
-QUEUED_BYTES: Final = 1 << 20  # of a limited link; further frames are dropped, as a router would
+QUEUED_BYTES: Final = 1 << 20  # of a limited link; further frames are dropped
 _SET_INTERFACE: Final = 0x400454CA  # TUNSETIFF of Linux
 _TAP: Final = 0x0002
 _NO_INFO: Final = 0x1000
@@ -38,10 +38,10 @@ class Link:
     delay_s: float = 0.0
     loss: float = 0.0  # share of frames; 1: nothing passes
     bytes_per_s: float = 0.0  # 0: no limit
-    free_at: float = 0.0  # when a limited link has sent all that it has
+    free_at: float = 0.0  # time at which a limited link has sent everything
 
     def arrival(self, now: float, num_bytes: int) -> float | None:
-        """When a frame that enters now leaves the link; None: never."""
+        """Return when a frame that enters now leaves the link; None: never."""
         if self.loss and random.random() < self.loss:
             return None
         if not self.bytes_per_s:

@@ -39,7 +39,7 @@ def skewed_mesh(
 
 
 def ask(mesh: HostMesh) -> list[str]:
-    """Ask for prompts of made-up letters. Returns the texts that one engine alone gives."""
+    """Send random prompts. Return the texts of one engine."""
     draw = random.Random(5)
     prompts = [[draw.randrange(ord("a"), ord("z")) for _ in range(100)] for _ in range(10)]
     expected = one_engine(mesh.home, prompts, SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True))
@@ -72,7 +72,7 @@ def test_a_planner_on_another_host_reads_the_pages_of_all_workers(skewed_mesh: H
     command = hosts["client"].command(sys.executable, "-m", "services.inspect", "planner")
     deadline = time.monotonic() + PATIENCE_S
     shown = ""
-    while shown.count("1..1") < 2 or "?" in shown or "no heartbeat" in shown:  # "?": unknown, for want of figures
+    while shown.count("1..1") < 2 or "?" in shown or "no heartbeat" in shown:  # "?": no figures yet
         assert time.monotonic() < deadline, f"{shown}\n{mesh.one('planner').logged()}"
         ask(mesh)
         env = {"PATH": "", **settings}

@@ -22,7 +22,7 @@ PAGE_BYTES: Final = 8 << 10  # of tests.mesh.mocks.SHAPE
 LASTS_S: Final = 6.0
 AFTER_S: Final = 3.0
 HEALED_S: Final = 2.0
-HEALED_WINDOWS: Final = 6  # a circuit breaker whose trial fell into the fault is open for 10 s more
+HEALED_WINDOWS: Final = 6  # a circuit breaker whose trial failed is open for 10 s more
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A Kubernetes of one node in namespaces of its own: what it mounts, routes and starts is gone when its init ends."""
+"""A Kubernetes of one node in its own namespaces: its mounts, routes and processes end with its init."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ PRIVATE: Final = ("/run", "/var/lib/kubelet", "/var/log", "/var/lib/cni", "/etc/
 
 
 def missing() -> list[str]:
-    """What this machine lacks."""
+    """Return what this machine lacks."""
     found = [] if os.geteuid() == 0 else ["root"]
     found += [name for name in COMMANDS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None]
     found += [name for name in PROGRAMS if not (HOME / "bin" / name).exists()]
@@ -139,7 +139,7 @@ def running_cluster(work: Path) -> Iterator[Cluster]:
 
 
 def _init(work: Path) -> str:
-    """A shell script; its shell takes up processes that have lost their parents."""
+    """Write a shell script, whose shell adopts orphaned processes."""
     lines = ["set -e", "mount --make-rshared /"]
     for place in PRIVATE:
         own = work / "private" / place.strip("/").replace("/", "-")
@@ -231,7 +231,7 @@ def _is_ready(node: Any) -> bool:
 
 
 def _keep_names(cluster: Cluster) -> None:
-    """The names of Services, in the place of CoreDNS, which Debian does not have."""
+    """Keep the names of Services, instead of CoreDNS, which Debian lacks."""
     before = ""
     while cluster.started["apiserver"].poll() is None:
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
@@ -327,7 +327,7 @@ conf_dir = "{work}/net"
 
 
 def _make_cgroups() -> None:
-    """The kubelet wants to find its root."""
+    """Make the root that the kubelet requires."""
     for hierarchy in Path("/sys/fs/cgroup").iterdir():
         if (hierarchy / "cgroup.procs").exists():
             (hierarchy / CGROUP).mkdir(exist_ok=True)
@@ -336,7 +336,7 @@ def _make_cgroups() -> None:
 
 
 def _remove_cgroups() -> None:
-    """Those of its pods, whose processes have ended."""
+    """Remove those of its pods, which have ended."""
     for _ in range(20):
         for root in Path("/sys/fs/cgroup").glob(f"*/{CGROUP}"):
             for folder in sorted((one for one in root.rglob("*") if one.is_dir()), key=lambda one: -len(one.parts)):

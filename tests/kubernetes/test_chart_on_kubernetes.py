@@ -48,7 +48,7 @@ def install(cluster: Cluster, *settings: str) -> None:
 
 
 def settled(cluster: Cluster, role: str) -> None:
-    """Wait until all pods of the newest form are ready and no other pod is left."""
+    """Wait until all pods of the newest form are ready, and no others are left."""
     cluster.kubectl("rollout", "status", f"deployment/mesh-kvmesh-{role}", "--timeout=170s", timeout_s=180)
     cluster.until(f"all pods of {role} are ready", lambda: all_ready(cluster, role), 120)
 
@@ -125,12 +125,12 @@ def test_it_answers_and_kv_moves_from_pod_to_pod(release: Cluster) -> None:
 
 
 def transfers(cluster: Cluster) -> float:
-    """Completed ones."""
+    """Return the number of completed transfers."""
     return total(cluster, "decode", "kvmesh_kv_transfers_total", 'outcome="completed"')
 
 
 def total(cluster: Cluster, role: str, metric: str, label: str = "") -> float:
-    """Summed over the metrics pages at the addresses of the role's pods."""
+    """Return the sum over the metrics pages of the role's pods."""
     found = 0.0
     for one in pods(cluster, role):
         page = cluster.run("curl", "--silent", "--fail", f"http://{one['status']['podIP']}:9100/metrics")
@@ -169,7 +169,7 @@ def test_a_pod_of_each_role_is_deleted_under_load_and_no_request_fails(release: 
 
 
 def test_a_decode_process_is_killed_under_load_and_its_streams_continue(release: Cluster) -> None:
-    """By SIGKILL, as the kernel ends it without memory. A forced deletion would not do: the kubelet sends SIGTERM first."""
+    """By SIGKILL, as without memory. With a forced deletion the kubelet would send SIGTERM first."""
     name = pods(release, "decode")[0]["metadata"]["name"]
 
     def container() -> Any:
@@ -232,7 +232,7 @@ def test_an_upgrade_keeps_the_planners_number_and_fails_no_request(release: Clus
 
 @pytest.mark.parametrize("values", ["secure", "gpu", "planner", "cluster"])
 def test_the_api_server_accepts_every_form(release: Cluster, values: str) -> None:
-    """It checks more than the schemas: names of ports, volumes and mounts, selectors, quantities."""
+    """It checks more than schemas: names of ports, volumes and mounts, selectors, quantities."""
     flags = ("--kube-version=1.20.2", "--values", str(EXAMPLES / f"{values}.yaml"))
     text = release.helm("template", "other", str(CHART), *flags)
     documents = [one for one in text.split("\n---\n") if "monitoring.coreos.com" not in one]  # the operator's kinds

@@ -56,7 +56,7 @@ def _make_secrets(cluster: Cluster, folder: Path) -> None:
 
 
 def ask(cluster: Cluster, *headers: str) -> tuple[str, Any]:
-    """Returns: the HTTP status, and the answer."""
+    """Return the HTTP status and the answer."""
     address = cluster.get("service", SPACE, "mesh-kvmesh-frontend")["spec"]["clusterIP"]
     flags = [part for header in headers for part in ("--header", header)]
     url = f"https://{address}:8000/v1/completions"

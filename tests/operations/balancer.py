@@ -1,6 +1,6 @@
-"""A load balancer as clients see it: each request goes to the next frontend whose /ready says yes.
+"""A load balancer: each request goes to the next ready frontend.
 
-If none is ready, as while NATS is away, it takes all of them: they let requests wait.
+If none is ready, as during an outage of NATS, it uses all: they let requests wait.
 """
 
 import threading
@@ -16,7 +16,7 @@ CHECK_EVERY_S: Final = 0.1
 
 
 class Balancer:
-    """Asks all frontends in a thread, while inside. It is an iterator of base URLs that does not end."""
+    """Checks all frontends in a thread, while inside. It is an endless iterator of base URLs."""
 
     def __init__(self) -> None:
         self._urls: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Balancer:
         self._thread = threading.Thread(target=self._check_on, name="balancer")
 
     def add(self, url: str) -> None:
-        """Returns once it is ready."""
+        """Return once it is ready."""
         self._urls = (*self._urls, url)
         wait_until(lambda: url in self._ready, f"{url} is ready")
 

@@ -18,12 +18,12 @@ NO_HISTORY: Final = (
 
 
 def newest_of_another_protocol() -> str:
-    """The last commit before PROTOCOL was raised to what it is here."""
+    """Return the last commit before the current PROTOCOL."""
     return f"{_oldest_of_this_protocol()}^"
 
 
 def oldest_of_this_protocol() -> str:
-    """Or the newest release, if that speaks this protocol, too."""
+    """Return the newest release with this protocol, or else the oldest commit."""
     tag = _git("describe", "--tags", "--abbrev=0", "HEAD^").decode().strip() if _git("tag") else ""
     return tag if tag and protocol_of(tag) == protocol_of("HEAD") else _oldest_of_this_protocol()
 
@@ -35,7 +35,7 @@ def protocol_of(commit: str) -> int:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """The files of a commit. Returns `folder`."""
+    """Unpack a commit. Return `folder`."""
     with tarfile.open(fileobj=BytesIO(_git("archive", "--format=tar", commit)), mode="r:") as files:
         files.extractall(folder, filter="data")
     return folder

@@ -1,4 +1,4 @@
-"""An etcd and a NATS of a test's own, which it stops, empties, restores and starts again."""
+"""An etcd and a NATS that a test stops, empties, restores and restarts."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ from services.local.servers import ETCD, NATS, Server, running
 
 @dataclass(slots=True)
 class OwnedServers:
-    """Its methods run in the thread that opened it."""
+    """Its methods must run in the thread that opened it."""
 
     etcd: Server
     nats: Server
@@ -27,7 +27,7 @@ class OwnedServers:
         self._runner.run(kill(server.process))
 
     def start(self, server: Server) -> None:
-        """With the data that it has. Returns when it answers."""
+        """Start it on its data; return when it answers."""
         self._runner.run(server.restart())
 
     def reload(self, server: Server) -> None:
@@ -51,6 +51,6 @@ def owned_servers(home: Path, accounts: Accounts) -> Iterator[OwnedServers]:
 
 
 def lose_data(server: Server) -> None:
-    """Remove what a server that does not run has stored; its configuration stays."""
+    """Remove the data of a stopped server, but not its configuration."""
     for name in ("data", "jetstream"):
         shutil.rmtree(server.home / name, ignore_errors=True)

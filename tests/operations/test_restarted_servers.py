@@ -36,7 +36,7 @@ def clusters(
 
 
 def end(member: Member) -> None:
-    """SIGTERM, and reap."""
+    """Send SIGTERM, and reap it."""
     assert member.popen is not None
     member.popen.send_signal(signal.SIGTERM)
     member.popen.wait(PATIENCE_S)

@@ -17,17 +17,17 @@ from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
 pytestmark = pytest.mark.mesh
 
 STREAM_TOKENS: Final = 60  # 2.4 s
-AFTER_S: Final = 1.0  # what happens just after a restart belongs to it
+AFTER_S: Final = 1.0  # effects just after a restart count
 SHORTER_THAN_STREAMS_S: Final = "0.2"
 OF_SILENCE: Final = ("silent for ", "its engine has made no step")  # causes of moves that a busy machine makes, too
-LEASE_S: Final = "10"  # a process that is held up keeps its lease; one that ends revokes it
+LEASE_S: Final = "10"  # a stalled process keeps its lease; one that ends revokes it
 
 
 @pytest.fixture(scope="module")
 def mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RollingMesh]:
-    """One for all restarts of this module, with a planner and an observer."""
+    """A mesh with a planner and an observer, for all restarts."""
     home = tmp_path_factory.mktemp("rolling")
     port = free_port()
     env = {
@@ -45,7 +45,7 @@ def mesh(
 
 @contextmanager
 def restart_of_all(mesh: RollingMesh, role: str, **env: str) -> Iterator[Window]:
-    """Inside, all of a role have been restarted. The window is complete after it."""
+    """Restart all of a role, then yield. The window is complete after the context."""
     mesh.load.until_calm()
     with mesh.load.window() as seen:
         for worker in mesh.of_role(role):

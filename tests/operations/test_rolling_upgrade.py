@@ -33,7 +33,7 @@ STREAM_TOKENS: Final = 60  # 2.4 s
 AFTER_S: Final = 1.0
 IDLE_S: Final = 1.5  # the load closes idle connections after 1 s
 ORDER: Final[tuple[Role, ...]] = ("bootstrap", "prefill", "decode", "frontend")
-ORDERS: Final = (ORDER, ORDER[::-1])  # of any two services, each is once the newer one
+ORDERS: Final = (ORDER, ORDER[::-1])  # each of two services is once the newer one
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class Upgrade:
     processes: TwoReleases
 
     def replace(self, role: str) -> None:
-        """One by one, in place."""
+        """Replace its processes one by one."""
         for worker in self.processes.workers[:]:
             if worker.role == role and worker.popen.poll() is None:
                 self.stop(worker)
                 self.mesh.start(role)
 
     def stop(self, worker: Worker) -> None:
-        """An earlier frontend does not report unready for a while: the balancer is told first."""
+        """Remove it from the balancer first, since an earlier frontend does not report unready."""
         if worker.role == "frontend":
             self.mesh.balancer.remove(worker.url)
             time.sleep(IDLE_S)
@@ -87,7 +87,7 @@ def servers(etcd_url: str, nats_url: str) -> tuple[str, str]:
 def earlier_mesh(
     commit: str, servers: tuple[str, str], preloaded: Preloaded, home: Path
 ) -> Iterator[tuple[RollingMesh, TwoReleases]]:
-    """Under load, all of it of that commit."""
+    """Run a mesh of that commit under load."""
     tree = earlier.unpack(commit, home / "earlier")
     namespace = f"upgrade-{secrets.token_hex(3)}"
     with (
@@ -98,7 +98,7 @@ def earlier_mesh(
 
 
 def commits(find: str) -> list[str]:
-    """Of this protocol ("same") or another one ("other"), as far as there are such to test."""
+    """Return the commits to test, of this protocol ("same") or another one ("other")."""
     given = os.environ.get("EARLIER")
     if not given:
         return [earlier.oldest_of_this_protocol() if find == "same" else earlier.newest_of_another_protocol()]
@@ -107,7 +107,7 @@ def commits(find: str) -> list[str]:
 
 
 def protocols(processes: TwoReleases) -> set[int]:
-    """Of all records in etcd."""
+    """Return the protocols of all records in etcd."""
 
     async def look() -> set[int]:
         async with join_registry(processes.etcd_url, processes.namespace, 2.0) as registry:
@@ -117,7 +117,7 @@ def protocols(processes: TwoReleases) -> set[int]:
 
 
 def refused_requests(processes: TwoReleases) -> int:
-    """By decodes that have just begun to drain: an earlier frontend logs a move for each, although no stream had begun."""
+    """Count refusals by draining decodes: an earlier frontend logs a move for each, although no stream had begun."""
     lines = [line for one in processes.workers if one.role == "decode" for line in one.logged().splitlines()]
     return sum('"call": "generate", "error": "Overloaded"' in line for line in lines)
 

@@ -1,4 +1,4 @@
-"""A mesh of real processes over an etcd and a NATS of its own, with a certificate for each role."""
+"""A mesh of real processes with its own etcd and NATS, and a certificate for each role."""
 
 import asyncio
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ FRONTENDS = 4
 
 @pytest.fixture
 def mock_mesh(preloaded: Preloaded, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
-    """As that of tests/mesh; at its end no process may have been refused anything."""
+    """Like that of tests/mesh; no process may have been refused anything."""
     accounts = Accounts.make(namespace, FRONTENDS, tmp_path / "tls")
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()

@@ -1,4 +1,4 @@
-"""Credentials of single instances: what one of them cannot do to the others of its role, and a mesh of them at work."""
+"""Credentials of single instances: one has no rights of others of its role, and a mesh of them works."""
 
 import asyncio
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def instances(home: Path, use: Callable[[Servers], None]) -> None:
             written = nats_users(NAMESPACE, rights, f'user: "root", password: "{PASSWORDS["root"]}"')
             config.write_text(before + written + rest.partition("\n}\n")[2])
             assert nats.process is not None
-            nats.process.send_signal(1)  # SIGHUP: it reads its file again
+            nats.process.send_signal(1)  # SIGHUP
             await until(lambda: "Reloaded server configuration" in nats.log_file.read_text(), nats.log_file.read_text)
             await asyncio.to_thread(use, Servers(etcd, nats))
 
@@ -137,7 +137,7 @@ def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_sta
     """The second decode d1 has the name of the first one, and another epoch."""
 
     def answers(url: str) -> int:
-        """The number of tokens; 0 while no instance is known yet."""
+        """Return the number of tokens; 0 without instances."""
         body = {"model": "mock", "prompt": list(range(1, 200)), "max_tokens": 8, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         return int(answer.json()["usage"]["completion_tokens"]) if answer.status_code == 200 else 0

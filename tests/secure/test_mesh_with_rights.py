@@ -1,4 +1,4 @@
-"""Tests of tests/mesh once more, over servers with TLS that give each role no more than its rights."""
+"""Tests of tests/mesh, over servers with TLS and minimal rights of each role."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Whole meshes of `services.local`, with passwords and with certificates: all roles at work, within their rights."""
+"""Meshes of `services.local`, with passwords and with certificates: all roles work within their rights."""
 
 import asyncio
 import os
@@ -61,7 +61,7 @@ class Mesh:
     pages: dict[str, str]  # variables of a reader of metrics pages
 
     def client(self) -> httpx.Client:
-        """On a connection of its own: the kernel gives each to one of the frontends."""
+        """A new connection, which the kernel gives to one of the frontends."""
         return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=PATIENCE_S)
 
     def settings(self, user: str = "") -> MeshSettings:
@@ -81,7 +81,7 @@ def clean(**env: str) -> dict[str, str]:
 
 
 def protected_pages(home: Path) -> dict[str, str]:
-    """Metrics pages with TLS and a password, which the planner reads all the same."""
+    """Configure metrics pages with TLS and a password, which the planner reads."""
     files = Authority(home / "pages").issue("page", NAMES_OF_THIS_MACHINE)
     login = home / "pages" / "login"
     login.write_text("prometheus:pages-0123456789abcdef")
@@ -145,7 +145,7 @@ def requests_of_all_kinds(mesh: Mesh) -> None:
 
 
 def a_stream_outlives_its_decode(mesh: Mesh) -> None:
-    """Frontends request lost frames and suspect records, and `services.local` announces a death in etcd."""
+    """Frontends request lost frames, and `services.local` announces the death in etcd."""
     body = {"model": "mock", "messages": MESSAGES, "max_tokens": 150, "ignore_eos": True, "stream": True}
     decodes = [line.split() for line in mesh.inspect("workers").splitlines() if line.startswith("decode ")]
     with mesh.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as stream:
@@ -157,7 +157,7 @@ def a_stream_outlives_its_decode(mesh: Mesh) -> None:
 
 
 def operation(mesh: Mesh) -> None:
-    """The roles inspect and planner, whose access `running.json` gives."""
+    """Use the roles inspect and planner, with the access in `running.json`."""
     assert "no answer" not in mesh.inspect("workers")
     assert "a decode instance for" in mesh.inspect("route", "--prompt", "Hello")
     assert "runs the mock engine" in mesh.inspect("profile", "prefill", code=1), "the worker has answered"
@@ -202,7 +202,7 @@ def test_all_roles_at_work_stay_within_their_rights(mesh: Mesh) -> None:
 
 
 def test_a_stranger_gets_nothing(mesh: Mesh) -> None:
-    """Neither without a proof nor in plain text nor with a certificate of its own making."""
+    """Without a login, in plain text, or with its own certificate."""
     facts = local_mesh(mesh.home)
     for name in ("etcd_url", "nats_url"):
         host, _, port = facts[name].rpartition("@")[2].rpartition("/")[2].partition(":")
@@ -228,7 +228,7 @@ def test_a_stranger_gets_nothing(mesh: Mesh) -> None:
 
 
 def received(connection: socket.socket) -> bytes:
-    """All that comes before the server ends the connection."""
+    """Return all bytes until the server ends the connection."""
     got = b""
     with suppress(ConnectionResetError):
         while piece := connection.recv(65536):
@@ -237,7 +237,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def secrets_of(mesh: Mesh) -> dict[str, bytes]:
-    """API keys, passwords and private keys of this mesh, by name."""
+    """Return API keys, passwords and private keys of this mesh, by name."""
     found = {"API key": API_KEY.encode()}
     for key in (mesh.home / "local" / "tls").glob("*.key"):
         found[key.name] = key.read_bytes().splitlines()[1]
@@ -303,7 +303,7 @@ def test_every_process_of_a_mesh_on_one_machine_listens_on_loopback_alone(mesh: 
 
 
 def family(root: int) -> list[tuple[int, str]]:
-    """A process and its descendants, by the name of what they run."""
+    """Return a process and its descendants, with their programs."""
     return [(pid, program_of(pid)) for pid in sorted({root, *descendants(root)})]
 
 
@@ -313,7 +313,7 @@ def program_of(pid: int) -> str:
 
 
 def sockets(pid: int) -> list[Listener]:
-    """TCP listeners, and UDP sockets that are bound and not connected."""
+    """Return TCP listeners, and UDP sockets that are bound but not connected."""
     process = Path("/proc") / str(pid)
     own = set()
     for entry in (process / "fd").iterdir():

@@ -1,6 +1,6 @@
-"""make soak: each topology under load with clients that leave at random moments. Ten minutes in all; SOAK_S changes that.
+"""make soak: each topology under load, with clients that leave at random. It takes ten minutes; SOAK_S changes that.
 
-Mock engines, whose tokens depend on what their pages hold; the processes, etcd, NATS and the bytes that NIXL moves are real.
+Only the engines are mocks, whose tokens depend on the content of their pages.
 """
 
 import asyncio
@@ -26,20 +26,20 @@ pytestmark = [pytest.mark.mesh, pytest.mark.soak]
 SOAK_S: Final = float(os.environ.get("SOAK_S", "600"))
 TOPOLOGIES: Final = [(1, 1), (2, 1), (1, 2), (2, 2)]
 CLIENTS: Final = 24
-GROWTH: Final = 1.10  # of a process's memory, from a third of the time on
+GROWTH: Final = 1.10  # of a process's memory, after a third of the time
 GROWTH_BYTES: Final = 16 << 20
 
 
 @pytest.fixture
 def mesh(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
-    """An empty mesh with pools so small that blocks are evicted all the time."""
+    """A mesh without processes, whose small pools evict blocks all the time."""
     env = {**MOCK_ENV, "MESH_ENGINE__NUM_PAGES": "512", "MESH_TRACES_PER_S": "2"}
     with MeshProcesses(etcd_url, nats_url, namespace, tmp_path, MODEL, env) as processes:
         yield processes
 
 
 class Load:
-    """Clients that ask for tokens and know which ones are right, and some that leave before they have them."""
+    """Clients that check their tokens, and some that leave early."""
 
     def __init__(self, client: Client, url: str, home: Path, until: float) -> None:
         self.counts: Counter[str] = Counter()
@@ -50,14 +50,14 @@ class Load:
         self._expected = one_engine(home, self._prompts)
 
     async def run(self, seed: int) -> None:
-        """One client, until the time is over."""
+        """Run one client until the end."""
         draw = random.Random(seed)
         async with httpx.AsyncClient(base_url=self._url, timeout=PATIENCE_S) as http:
             while time.monotonic() < self._until:
                 i, salt = draw.randrange(len(self._prompts)), f"salt {draw.randrange(3)}"
                 what = draw.choice(["stays", "stays", "leaves", "hangs up"])
                 try:
-                    async with asyncio.timeout(PATIENCE_S):  # nobody waits so long: that is a hang
+                    async with asyncio.timeout(PATIENCE_S):  # only a hang takes so long
                         match what:
                             case "stays":
                                 await self._stay(i, salt)
@@ -87,7 +87,7 @@ class Load:
             await asking
 
     async def _hang_up(self, http: httpx.AsyncClient, draw: random.Random) -> None:
-        """In the middle of an answer over HTTP, or before its first byte."""
+        """Leave in the middle of an answer over HTTP, or before its first byte."""
         body = {"model": MODEL, "prompt": "x" * draw.randrange(1, 400), "max_tokens": 200, "stream": True}
         lines = draw.randrange(20)
         with suppress(TimeoutError):
@@ -134,12 +134,12 @@ def test_nothing_hangs_leaks_or_grows(mesh: MeshProcesses, prefills: int, decode
 
 
 def memory(mesh: MeshProcesses) -> dict[str, int]:
-    """Resident bytes of each process."""
+    """Return the resident bytes of each process."""
     pages = {f"{w.role} {w.popen.pid}": Path(f"/proc/{w.popen.pid}/statm").read_text().split()[1] for w in mesh.workers}
     return {name: int(count) * os.sysconf("SC_PAGE_SIZE") for name, count in pages.items()}
 
 
 def standing(url: str | None) -> list[str]:
-    """Queues and rooms that are not empty."""
+    """Return queues and rooms that are not empty."""
     lines = [line for line in metrics_of(url) if line.startswith(("kvmesh_queue_length{", "kvmesh_open_rooms "))]
     return [line for line in lines if float(line.split()[-1])]

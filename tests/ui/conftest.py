@@ -1,4 +1,4 @@
-"""A browser for the tests of the page at /ui: Debian's Chromium, one a file."""
+"""A browser for tests of the page at /ui: Debian's Chromium, one for each file."""
 
 import os
 import time
@@ -36,7 +36,7 @@ def browser(nothing_left_behind: None) -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Open a page in a context of its own. The test fails if it logs an error or asks another host."""
+    """Open a page in its own context. The test fails if it logs an error or sends a request to another host."""
     faults: list[str] = []
     contexts = []
 
@@ -63,9 +63,9 @@ def go(page: Page, part: str) -> None:
 
 
 def until(page: Page, expression: str, value: object = True) -> None:
-    """Wait until `expression` is `value`: the page draws, and moves its focus, a moment after the event.
+    """Wait until `expression` is `value`: the page draws a moment after an event.
 
-    Playwright's own wait_for_function calls eval() in the page, which the page's security policy forbids.
+    Playwright's wait_for_function calls eval(), which the page's security policy forbids.
     """
     ends_s = time.monotonic() + PATIENCE_S
     while (found := page.evaluate(expression)) != value:
@@ -74,12 +74,12 @@ def until(page: Page, expression: str, value: object = True) -> None:
 
 
 def picture(page: Page, name: str) -> None:
-    """Write a picture of docs/ui.md, if asked to."""
+    """Write a picture of docs/ui.md, if `PICTURES` is set."""
     if os.environ.get(PICTURES):
         IMAGES.mkdir(parents=True, exist_ok=True)
         page.screenshot(path=IMAGES / f"ui-{name}.png")
 
 
 def width_of(page: Page) -> int:
-    """How wide the page is, with what one must scroll to."""
+    """Return the width of the page, including hidden parts."""
     return int(page.evaluate("document.documentElement.scrollWidth"))

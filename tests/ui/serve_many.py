@@ -1,4 +1,4 @@
-"""A frontend whose page shows a mesh in memory, 30 times a second another one: `serve_many INSTANCES [API KEY]`."""
+"""A frontend whose page shows a mesh in memory, which changes 30 times a second: `serve_many INSTANCES [API KEY]`."""
 
 import asyncio
 import random
@@ -23,7 +23,7 @@ ABOUT: Final = {"namespace": "many", "model": "tiny", "frontend": "00000000", "v
 
 
 class ManyInstances:
-    """Half of them prefill, half decode; every one changes at each look."""
+    """Half of them are prefill, half decode; all change at each read."""
 
     def __init__(self, count: int) -> None:
         self._rng = random.Random(1)

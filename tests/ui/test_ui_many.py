@@ -1,4 +1,4 @@
-"""The page over 200 instances, behind an API key, and over a mesh and requests that a test makes up."""
+"""The page with 200 instances, behind an API key, and with a made-up mesh and requests."""
 
 import json
 import re
@@ -22,7 +22,7 @@ FRONTEND: Final = {"role": "frontend", "state": "up", "started": 1, "pid": 1, "r
 DECODE: Final = {"role": "decode", "state": "up", "started": 1, "pid": 2, "running": 1, "held": 1, "total": 9}
 SUMMARY: Final = """Object.fromEntries([...document.querySelectorAll(".summary div")]
   .map(div => [div.querySelector("dt").innerText, div.querySelector("dd").innerText]))"""
-# A stream of one token that does not end; each request counts in window.asked.
+# An endless stream of one token; window.asked counts requests.
 ONE_TOKEN: Final = """() => {
   const whole = fetch;
   window.asked = 0;
@@ -47,7 +47,7 @@ def urls(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def task_times_ms(trace: bytes) -> tuple[list[float], list[float]]:
-    """Durations of the main thread's tasks: of the processor, and by the clock."""
+    """Return the durations of the main thread's tasks: processor time, and wall time."""
     events: list[dict[str, Any]] = json.loads(trace)["traceEvents"]
     main = {
         (e["pid"], e["tid"]) for e in events if e["name"] == "thread_name" and e["args"]["name"] == "CrRendererMain"
@@ -59,7 +59,7 @@ def task_times_ms(trace: bytes) -> tuple[list[float], list[float]]:
 def test_200_instances_at_30_changes_a_second_make_no_long_task(
     browser: Browser, open_page: OpenPage, urls: dict[str, str], record_property: Callable[[str, object], None]
 ) -> None:
-    """Asserted on processor time: by the clock, a busy machine makes any task long."""
+    """Checks processor time, because on a busy machine any task takes long."""
     page = open_page(urls["many"])
     page.wait_for_selector(".cell.decode")
     assert page.locator(".cell").count() == COUNT - 2
@@ -147,7 +147,7 @@ def test_of_a_trace_of_many_requests_the_first_spans_are_shown(open_page: OpenPa
 
 @dataclass
 class MadeUp:
-    """What the frontend answers to the page."""
+    """The answers of the frontend to the page."""
 
     instances: dict[str, dict[str, Any]]
     models: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class MadeUp:
     traces: list[dict[str, Any]] = field(default_factory=list)
 
     def answer(self, page: Page) -> None:
-        """The feed ends after each snapshot, and the page asks again."""
+        """Answer the page; its feed ends after each snapshot, and is requested again."""
         page.route("**/ui/api/feed", lambda route: route.fulfill(content_type="text/event-stream", body=self._feed()))
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": name} for name in self.models]}))
         page.route("**/ui/api/requests?*", lambda route: route.fulfill(json={"place": "here", "traces": self.traces}))
@@ -169,7 +169,7 @@ class MadeUp:
 def test_without_a_decode_worker_the_page_reports_it_and_continues_when_there_is_one(
     open_page: OpenPage, urls: dict[str, str]
 ) -> None:
-    """It said "all up" and "running 0"; a chat that was opened then had no model until it was loaded again."""
+    """It showed "all up" and "running 0"; a chat opened then had no model until a reload."""
     page = open_page(urls["many"])
     made_up = MadeUp({"f1": FRONTEND})
     made_up.answer(page)
@@ -198,7 +198,7 @@ def test_without_a_decode_worker_the_page_reports_it_and_continues_when_there_is
 def test_requests_are_listed_with_their_outcome(
     open_page: OpenPage, urls: dict[str, str], viewport: dict[str, int]
 ) -> None:
-    """The list had no outcome; beside a trace it broke words, and on a phone its columns did not line up."""
+    """The list had no outcome, and its columns did not line up on a phone."""
     page = open_page(urls["many"], viewport)
     long = f"request {'9' * 32} is unknown"
     told = {"ok": "", "running": "", "refused": long, "cancelled": "the client left", "error": "no decode instance"}
@@ -224,7 +224,7 @@ def test_requests_are_listed_with_their_outcome(
 
 
 def test_no_line_is_drawn_over_minutes_without_data(open_page: OpenPage, urls: dict[str, str]) -> None:
-    """Lines led from the last value before a pause to the first one after it."""
+    """Lines connected the values before and after a pause."""
     page = open_page(urls["many"])
     numbers = [n for n in range(300) if not 100 < n < 150]  # no sample at all: the frontend was away
     made_up = MadeUp({"f1": FRONTEND, "d1": DECODE})
@@ -234,7 +234,7 @@ def test_no_line_is_drawn_over_minutes_without_data(open_page: OpenPage, urls: d
     page.reload()
     go(page, "load")
     page.wait_for_selector(".chart canvas >> nth=5")
-    # where a chart's first line is, as shares of the width
+    # where a chart's first line is drawn, as shares of the width
     drawn = """(chart => {
       const canvas = document.querySelectorAll(".chart canvas")[chart];
       const { data, width, height } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

@@ -66,7 +66,7 @@ class Running:
     process: ServiceProcess
 
     def one_more_decode(self) -> ServiceProcess:
-        """A decode instance beside those of services.local."""
+        """Start a decode instance beside those of services.local."""
         facts = json.loads((self.home / "local" / "running.json").read_text())
         env = {"MESH_ETCD_URL": facts["etcd_url"], "MESH_NATS_URL": facts["nats_url"], "MESH_STATE_DIR": str(self.home)}
         return self.start("services.decode", env={**ENV, **env, "MESH_MODEL": "mock", "MESH_LOG_FORMAT": "json"})
@@ -89,7 +89,7 @@ def mesh(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @contextmanager
 def requests_to(url: str, clients: int) -> Iterator[None]:
-    """Keep the mesh busy meanwhile."""
+    """Keep the mesh busy inside."""
     over = threading.Event()
 
     def send(number: int) -> None:
@@ -117,7 +117,7 @@ def workers(page: Page, role: str) -> list[str]:
 
 
 def ask(page: Page, text: str, tokens: int = TOKENS) -> None:
-    """Send a message in the chat; the answer has so many tokens."""
+    """Send a message in the chat; the answer has `tokens` tokens."""
     page.get_by_label("do not stop").check()
     page.get_by_label("At most").fill(str(tokens))
     page.get_by_label("Message").fill(text)
@@ -146,7 +146,7 @@ def test_a_stream_moves_while_the_page_looks_on(open_page: OpenPage, mesh: Runni
     page.wait_for_selector(".workers li >> nth=2")
     ask(page, "Tell me a long story.")
     serving = page.locator(".workers li", has_text="serves this answer")
-    # Not a mouse's click, which waits until the page is still: on a busy machine the answer was over before it.
+    # A mouse's click would wait until the page is still, on a busy machine after the end of the answer.
     killed = str(serving.evaluate("of => { of.querySelector('button.danger').click(); return of.dataset.id; }"))
     page.get_by_text("killed at").wait_for()
     page.wait_for_selector(f'.workers [data-id="{killed}"]', state="detached")
