@@ -32,7 +32,7 @@ class Run:
     tpot_s: list[float] = field(default_factory=list)
     duration_s: float = 0.0
     failed: int = 0  # refused, cut off, or of another length than requested
-    last_words: str = ""  # of a failed answer
+    answer_end: str = ""  # of a failed answer
     events: int = 0  # with text or an end
     prompt_tokens: set[int] = field(default_factory=set)  # reported by servers
     cpu_s: dict[str, float] = field(default_factory=dict)  # by process
@@ -98,7 +98,7 @@ class Client(asyncio.Protocol):
         self._transport.write(request)
         await self._answered
 
-    def last_words(self) -> str:
+    def answer_end(self) -> str:
         return self._tail[-300:].decode(errors="replace")
 
     def counted(self) -> tuple[int, int]:
@@ -142,7 +142,7 @@ def _note(run: Run, client: Client, started_s: float, output_len: int) -> bool:
     prompt_tokens, completion_tokens = client.counted()
     if not (client.ok and client.first_s and completion_tokens == output_len):
         run.failed += 1
-        run.last_words = client.last_words()
+        run.answer_end = client.answer_end()
         return False
     run.ttft_s.append(client.first_s - started_s)
     run.tpot_s.append((client.last_s - client.first_s) / max(1, output_len - 1))

@@ -132,7 +132,7 @@ class Prompts:
             began_s = time.monotonic()
             query = await candidate_queries.query(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
             if self._signals.warm.is_set() and not self._signals.stop.is_set():
-                self._signals.asked.put((query.num_asked, len(query.answered), time.monotonic() - began_s))
+                self._signals.queries.put((query.num_asked, len(query.answered), time.monotonic() - began_s))
 
 
 @asynccontextmanager
@@ -188,7 +188,7 @@ class Signals:
     stop: Event
     lost: Semaphore  # released for each instance that counts as lost
     warm: Event
-    asked: "Queue[tuple[int, int, float]]"  # instances asked, instances that answered, seconds
+    queries: "Queue[tuple[int, int, float]]"  # queried instances, answers, seconds
 
 
 async def run_share(url: str, records: list[InstanceRecord], share: range, each_s: float, signals: Signals) -> None:
@@ -214,7 +214,7 @@ async def run_share(url: str, records: list[InstanceRecord], share: range, each_
 
 
 def process(url: str, sizes: tuple[int, int, int], share: range, each_s: float, signals: Signals) -> None:
-    """Run a share of the instances. Those that have not started are silent and not counted."""
+    """Run a share of the instances."""
     logging.disable(logging.WARNING)
     uvloop.run(run_share(url, fleet_of(*sizes), share, each_s, signals))
 
@@ -265,20 +265,20 @@ async def measure(
                 in_after, out_after, after_s = counted(nats.monitor_url)
             finally:
                 signals.stop.set()
-                asked = list(_drained(signals.asked))
+                queries = list(_drained(signals.queries))
                 for one in started:
                     await asyncio.to_thread(one.join)
     lost = 0
     while signals.lost.acquire(block=False):
         lost += 1
     passed_s = after_s - before_s
-    questions_per_s = sum(num_asked for num_asked, _, _ in asked) / passed_s
+    questions_per_s = sum(num_asked for num_asked, _, _ in queries) / passed_s
     by_kind = computed(fleet) | {"questions": 2 * questions_per_s}
     sent = sum(
         fleet.count(role) * (1 / fleet.heartbeat_rest_s(role) + 1 / fleet.kv_events_rest_s(role))
         for role in ("decode", "prefill")
     )
-    waits_ms = sorted(1000 * wait_s for _, _, wait_s in asked)
+    waits_ms = sorted(1000 * wait_s for _, _, wait_s in queries)
     return {
         "prefill": sizes[0],
         "decode": sizes[1],
@@ -291,9 +291,9 @@ async def measure(
         "deliveries_per_s": round((out_after - out_before) / passed_s),
         "deliveries_per_s_computed": round(sum(by_kind.values())),
         "lost": lost,
-        "prompts": len(asked),
-        "asked_per_prompt": round(sum(one[0] for one in asked) / max(len(asked), 1), 2),
-        "unanswered": sum(num_asked - num_answered for num_asked, num_answered, _ in asked),
+        "prompts": len(queries),
+        "asked_per_prompt": round(sum(one[0] for one in queries) / max(len(queries), 1), 2),
+        "unanswered": sum(num_asked - num_answered for num_asked, num_answered, _ in queries),
         "asking_ms": {p: round(waits_ms[len(waits_ms) * p // 100], 2) for p in (50, 99)} if waits_ms else {},
         "computed_by_kind": {kind: round(rate) for kind, rate in by_kind.items()},
     }

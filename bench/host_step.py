@@ -53,7 +53,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch 
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count operations within the block."""
         originals = [(module, name, getattr(module, name)) for module, name in COPIES]
         for module, name, original in originals:
             setattr(module, name, self._copy(original))
@@ -179,7 +178,7 @@ def decode_steps(
 
 
 def launches(params: Mapping[str, Any]) -> int:
-    """Return how many kernels and copies a draw launches on a device while the batch stays the same."""
+    """Return the kernels and copies of a draw on a device, with an unchanged batch."""
     core = _decoding(3, params, CPU, CONTEXT, on_device=True)
     core._runner.sampler.launches = counted = Launches()  # type: ignore[attr-defined]
     core.step()

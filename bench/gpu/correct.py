@@ -1,4 +1,4 @@
-"""Checks results from the device against the same computed in another way."""
+"""Compares results of the device with other implementations."""
 
 import asyncio
 import itertools

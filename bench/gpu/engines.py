@@ -28,7 +28,7 @@ from engine.parts import make_parts
 from engine.ports import Engine, EngineRequest
 
 ON_CPU: Final[Mapping[str, Any]] = {"num_pages": 200, "max_running": 8, "max_step_tokens": 64, "threads": 1}
-# for comparing ids; the number of pages is set, because by memory a tiny model would get millions
+# for comparing ids; without num_pages a tiny model would get millions
 EXACT: Final[Mapping[str, Any]] = {"dtype": "float32", "num_pages": 600, "max_running": 24, "max_step_tokens": 96}
 
 
@@ -56,7 +56,7 @@ def saved(described: Mapping[str, Any]) -> Iterator[Path]:
 
 @contextmanager
 def built(described: Mapping[str, Any], config: EngineConfig) -> Iterator[EngineCore]:
-    """Yield an engine as a worker builds it, with all its ranks."""
+    """Yield an engine with all its ranks."""
     with saved(described) as directory:
         engine = build_engine(str(directory), config, _state_dir())
         try:

@@ -97,7 +97,7 @@ def measure_host(scale: Scale) -> None:
 
 
 def measure_idle(scale: Scale, bench: Bench) -> None:
-    """Measure the share of decode steps in which the device is idle, by its record of kernels."""
+    """Measure the share of decode steps in which the device is idle, by its profiler."""
     activities = [torch.profiler.ProfilerActivity.CPU if scale.on_cpu else torch.profiler.ProfilerActivity.CUDA]
     kind = "CPU" if scale.on_cpu else "CUDA"
     for batch in (1, scale.batch):

@@ -78,7 +78,7 @@ def measure_transfer(scale: Scale, report: Report) -> bool:
 
 
 def _moved(sender: Child, receiver: Child, layout: KvLayout, tokens: int) -> tuple[dict[str, float], bool]:
-    """Return GB/s of neighbouring and of scattered pages, and whether their bytes have arrived."""
+    """Return GB/s of neighbouring and of scattered pages, and whether the bytes are right."""
     count, speeds, same = layout.pages_for(tokens), {}, True
     for name, line in {"gb_s": f"{count}", "gb_s_scattered": f"{count} scattered"}.items():
         sent = sender.ask(line)
@@ -88,7 +88,7 @@ def _moved(sender: Child, receiver: Child, layout: KvLayout, tokens: int) -> tup
 
 
 def transports(log: Path) -> list[str]:
-    """Return the transports that UCX chose, by its own table; [] if this UCX writes none."""
+    """Return the transports of UCX's table; [] if this UCX writes none."""
     return sorted(set(WAYS.findall(log.read_text(errors="replace")))) if log.exists() else []
 
 

@@ -91,7 +91,7 @@ def _judge(report: Report, split: Run, whole: Run) -> None:
 
 
 def _env(scale: Scale, dtype: str) -> dict[str, str]:
-    """Return the environment, without local prefill, so that the prefill worker gets all prompts."""
+    """Return the environment, without local prefill."""
     env = {
         "MESH_ENGINE__DEVICE": scale.device,
         "MESH_ENGINE__DTYPE": dtype,
@@ -104,7 +104,7 @@ def _env(scale: Scale, dtype: str) -> dict[str, str]:
 
 
 def _same_ids(scale: Scale, port: int) -> bool:
-    """Return whether a mesh and one engine generate the same ids, in fp32 and greedy."""
+    """Compare greedy ids in fp32 of the mesh and of one engine."""
     asked = requests(TINY["vocab_size"], ASKED, prompts=(3, 120), outputs=(8, 24), seed=5)
     found = asyncio.run(_ask(port, asked))
     expected = exact_ids(scale, asked)
@@ -129,7 +129,7 @@ async def _ask(port: int, asked: list[EngineRequest]) -> list[list[int]]:
 
 
 def _bodies(scale: Scale, port: int) -> list[dict[str, Any]]:
-    """Return requests with random lengths and different prompts; the first ones are for a warm-up."""
+    """Return requests of random lengths; the first `scale.clients` are for a warm-up."""
     draw, name, bodies = random.Random(3), model_name(port), []
     vocab_size, lengths = scale.model["vocab_size"], (min(SHORTEST, scale.longest), scale.longest)
     for _ in range(scale.requests + scale.clients):

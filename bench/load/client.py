@@ -64,7 +64,7 @@ class Run:
         finally:
             self.duration_s = time.perf_counter() - self.started_s
 
-    def brought(self, times_s: Sequence[float], tokens: int) -> None:
+    def record_tokens(self, times_s: Sequence[float], tokens: int) -> None:
         """Record that an answer's `tokens` arrived in events at `times_s`, assumed to be in equal shares."""
         for time_s in times_s:
             self.tokens_in_second[int(time_s - self.started_s)] += tokens / len(times_s)
@@ -218,5 +218,5 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
         run.tpot_s.append((last - first) / (tokens - 1))
     run.prompt_tokens += prompt_tokens
     run.output_tokens += tokens
-    run.brought(times_s, tokens)
+    run.record_tokens(times_s, tokens)
     return "".join(texts)

@@ -15,13 +15,13 @@ COLUMNS: Final = ("mean", "median", "p90", "p95", "p99", "max")
 
 
 def machine_and_date() -> dict[str, str]:
-    """Return the fields of a JSON line that say where and when it was measured."""
+    """Return the machine and date for a JSON line."""
     machine = f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores"
     return {"machine": machine, "date": time.strftime("%Y-%m-%d")}
 
 
 def quantile_ms(values: Sequence[float], quantile: float) -> float:
-    """Return the quantile of `values`, which are in seconds, as milliseconds; 0 if there are none."""
+    """Return a quantile of values in seconds as milliseconds; 0 if there are none."""
     return round(sorted(values)[max(0, ceil(len(values) * quantile) - 1)] * 1000, 2) if values else 0.0
 
 

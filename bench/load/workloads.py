@@ -58,7 +58,7 @@ def words(draw: random.Random, length: int) -> str:
 def random_requests(
     draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float
 ) -> list[PlannedRequest]:
-    """Return random prompts with lengths uniform from range_ratio times the length to the length."""
+    """Return random prompts. Lengths are uniform between range_ratio times the length and the length."""
     return [
         _planned(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
         for _ in range(count)

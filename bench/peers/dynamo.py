@@ -174,7 +174,7 @@ def turn(
             run = runner.run(measure(up.port, prompts, pids, clients, seconds))
             if run.failed:
                 asked = run.failed + len(run.ttft_s)
-                sys.exit(f"{up.name}: of {asked} requests {run.failed} failed at {clients} clients: {run.last_words}")
+                sys.exit(f"{up.name}: of {asked} requests {run.failed} failed at {clients} clients: {run.answer_end}")
             lines.append(with_sums(figures(run, output_len, concurrency=clients, **facts)))
     return lines
 

@@ -87,7 +87,7 @@ def test_a_stream_ends_with_its_last_bytes_however_they_come(piece: int) -> None
 def test_an_answer_of_another_length_fails_and_its_end_is_told() -> None:
     run = load(stream(2))
     assert (run.failed, run.ttft_s) == (CLIENTS, [])  # both clients stop
-    assert '"completion_tokens":2' in run.last_words
+    assert '"completion_tokens":2' in run.answer_end
 
 
 def test_an_error_in_the_stream_fails() -> None:

@@ -170,8 +170,8 @@ def test_the_table_has_the_figures() -> None:
     """Two answers: of 3 tokens in the first second, and of 4, three of them in the third."""
     run = Run(ttft_s=[0.1, 0.3], tpot_s=[0.1, 0.2], itl_s=[0.1, 0.1, 0.2], e2e_s=[0.3, 0.9], prompt_tokens=40)
     run.output_tokens, run.duration_s, run.peak_in_flight, run.cut_off = 7, 4.0, 2, 1
-    run.brought([0.1, 0.2, 0.3], 3)
-    run.brought([1.9, 2.1, 2.2, 2.3], 4)
+    run.record_tokens([0.1, 0.2, 0.3], 3)
+    run.record_tokens([1.9, 2.1, 2.2, 2.3], 4)
     run.fail("HTTP 503: no")
     rows = {}
     for line in table(run, "title").splitlines():
