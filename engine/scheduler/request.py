@@ -66,7 +66,9 @@ class Request:
     num_published: int = 0  # number of leading pages that are in the prefix cache
     num_cached_tokens: int = 0
     used_at: float = 0.0  # time of its admission, as of time.time()
-    was_looked_up: bool = False  # whether its prefix hit has been counted
+    may_load: bool = False  # its next pages may be in files
+    was_looked_up: bool = False  # whether it has been admitted, and its prefix hit counted
+    counts_hits: bool = True  # not after a preemption, when it finds its own blocks, as a branch does
     released: bool = False  # whether `release` was called before the end
     num_generated: int = 0
     draft_counts: DraftCounts = NO_DRAFTS
@@ -246,23 +248,35 @@ class RequestMemory:
         request.pages = held[:1] * first + held
         request.first_page = first
         request.num_published = first + len(found)
-        if self.store is not None:
-            num_tokens += self._load(request, self.store) * self.page_size
         request.num_computed = request.num_published * self.page_size
-        if not request.was_looked_up:  # after a preemption it would find its own blocks, as would a branch
-            request.was_looked_up = True
+        request.used_at = time()
+        request.may_load = self.store is not None
+        request.counts_hits = not request.was_looked_up
+        request.was_looked_up = True
+        if request.counts_hits:
             request.num_cached_tokens = num_tokens
             self.prefix_queries += request.prompt_len
             self.prefix_hits += num_tokens
 
-    def _load(self, request: Request, store: PageStore) -> int:
-        """Fill the pages after the cached ones from files. Returns: how many."""
-        request.used_at = time()
+    def load(self, request: Request, most: int) -> int:
+        """Fill up to `most` pages after the cached ones from files. Call it before a step computes the request.
+
+        Returns: how many were filled. `may_load` tells whether another call may fill more.
+        """
+        assert self.store is not None
+        assert request.in_flight is None, "its pages are being written"
         hashes, first = self._hashes(request, self._usable(request)), request.num_published
-        loaded = store.load(hashes[first:], request.pages[first : len(hashes)])
+        wanted = hashes[first : first + most]
+        loaded = self.store.load(wanted, request.pages[first : first + len(wanted)])
         request.num_published = end = first + loaded
+        request.num_computed = end * self.page_size
         self.pool.publish(hashes[first:end], request.pages[first:end])
-        store.used(hashes[:end], request.used_at)
+        if request.counts_hits:
+            request.num_cached_tokens += loaded * self.page_size
+            self.prefix_hits += loaded * self.page_size
+        request.may_load = loaded == len(wanted) and end < len(hashes)
+        if not request.may_load:
+            self.store.used(hashes[:end], request.used_at)
         return loaded
 
     def fork(self, request: Request, branch: Request) -> None:

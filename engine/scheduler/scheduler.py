@@ -17,6 +17,9 @@ from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, Req
 
 log = logging.getLogger(__name__)
 
+# Pages that a step with decodes loads from files: they take it some milliseconds.
+LOADED_BESIDE_DECODES: Final = 32
+ALL_PAGES: Final = 1 << 40
 MAX_OVERTAKEN_PROMPTS: Final = 64  # by a DECODE request in the queue
 MAX_LOGPROBS_CHUNK: Final = 1024  # tokens, because each has a row of logits, as wide as the vocabulary
 
@@ -123,7 +126,12 @@ class Scheduler:
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=prompt_order, reverse=True)
         reserved = self.reserve()
+        loadable = LOADED_BESIDE_DECODES if chunks else ALL_PAGES
         while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
+            if following.may_load:
+                loadable -= self.memory.load(following, loadable)
+                if following.may_load:  # it goes on in the next step
+                    continue
             start, pending = following.upcoming
             most = MAX_LOGPROBS_CHUNK if following.reads_logits else self._max_step_tokens
             if pending <= min(completing, most):
@@ -223,6 +231,8 @@ class Scheduler:
         request = self.waiting.pop(at)
         self.memory.admit(request)
         if request.phase is Phase.DECODE:
+            if request.may_load:  # once, because prefill sends the other pages
+                self.memory.load(request, LOADED_BESIDE_DECODES if self.running else ALL_PAGES)
             request.advance(RequestState.RESERVED)
             insort(self.reserved, request, key=by_rank)
         else:

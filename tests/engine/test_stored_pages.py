@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from engine.kv.page_store import Background
 from engine.loop.threaded_loop import ThreadedLoop
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
+from engine.scheduler import scheduler
 from tests.engine.mock_engine import make_mock
 from tests.engine.oracle import guided, texts_of
 from tests.engine.test_engine_stateful import PAGES_OF, run_machine
@@ -159,6 +160,34 @@ def test_decode_needs_no_pages_from_prefill_that_are_in_files(tiny: LoadedModel,
         assert store is not None
         hashes = engine.prompt_blocks(b"".join(i.to_bytes(4, "little") for i in [*FIRST, *wanted]))(16)[:]
         assert [store.load([each], [0]) for each in hashes] == [1, 1, 1, 1, 0, 0, 1]
+
+
+def test_a_step_with_decodes_loads_a_few_pages_only(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt would delay their tokens. Decode takes what it loads at once, and the rest from prefill."""
+    monkeypatch.setattr(scheduler, "LOADED_BESIDE_DECODES", 4)
+    ids = prompt(200)
+    with opened(tiny, tmp_path) as engine:
+        wanted = ask(engine, ids).tokens["r0"]
+    with opened(tiny, tmp_path, kv_events=True) as engine:
+        seen = Seen()
+        engine.submit(EngineRequest("decode", prompt(5), greedy(60, ignore_eos=True)))
+        seen.take(engine.step())
+        engine.submit(EngineRequest("prompt", ids, SEEDED))
+        run_until_idle(engine, seen)
+        loaded = [stats.loaded_pages for stats in seen.steps]
+        assert {after - before for before, after in pairwise(loaded)} == {0, 4}
+        assert loaded[-1] == 12
+        assert seen.cached["prompt"] == 192
+        assert seen.steps[-1].prefix_hits == 192
+        assert seen.tokens["prompt"] == wanted
+    with opened(tiny, tmp_path) as engine:
+        engine.submit(EngineRequest("decode", prompt(5), greedy(60, ignore_eos=True)))
+        engine.step()
+        engine.submit(EngineRequest("d", ids, SEEDED, Phase.DECODE))
+        reserved = run_until_idle(engine).reserved["d"]
+        assert (reserved.num_computed, reserved.num_cached_tokens) == (64, 64)
 
 
 def test_a_moved_request_continues_with_the_files_of_a_lost_worker(tiny: LoadedModel, tmp_path: Path) -> None:
