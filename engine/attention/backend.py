@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 from transformers import AttentionInterface
 
+from engine.attention.latent import attended_values, keeps_latents, latent_queries
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # for `from_pretrained(attn_implementation=...)`
@@ -75,7 +76,11 @@ def attend_paged(
         asked = ", ".join(sorted(unknown)) or "a mask"
         raise UnsupportedModel(f"{type(module).__name__} asks attention for {asked}")
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0)
-    return step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux), None
+    if not keeps_latents(module):
+        return step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux), None
+    query = latent_queries(module, query)
+    attended = step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux)
+    return attended_values(module, attended), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_paged)

@@ -84,15 +84,24 @@ def build_engine(
 def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
     heads = read_size(file, described, "num_attention_heads")
     mock = config.mock
+    kv_heads, head_dim = _heads(file, described, heads)
     whole = KvLayout(
         model=f"{name}, marks {MARKS}",  # not the model's own name, because its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
         layers=mock.layers or read_size(file, described, "num_hidden_layers"),
-        kv_heads=mock.kv_heads or int(described.get("num_key_value_heads") or heads),
-        head_dim=mock.head_dim or int(described.get("head_dim") or read_size(file, described, "hidden_size") // heads),
+        kv_heads=mock.kv_heads or kv_heads,
+        head_dim=mock.head_dim or head_dim,
     )
     size = config.tensor_parallel
     # a configured number of KV heads has a matching number of query heads
     check_heads(name, whole.kv_heads * size if mock.kv_heads else heads, whole.kv_heads, size)
     return of_shard(whole, 0, size)
+
+
+def _heads(file: Path, described: dict[str, Any], heads: int) -> tuple[int, int]:
+    """Return the number and the size of a model's KV heads. With MLA it is one head of latents."""
+    if described.get("kv_lora_rank"):
+        return 1, read_size(file, described, "kv_lora_rank") + read_size(file, described, "qk_rope_head_dim")
+    head_dim = described.get("head_dim") or read_size(file, described, "hidden_size") // heads
+    return int(described.get("num_key_value_heads") or heads), int(head_dim)

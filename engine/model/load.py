@@ -9,6 +9,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from components.wire.layout import KvLayout, of_shard
+from engine.attention.latent import keep_latents, latent_size
 from engine.config import EngineConfig
 from engine.device.memory import fits_alone, lack_of_memory
 from engine.errors import DeviceUnavailable, UnsupportedModel
@@ -74,7 +75,8 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         raise UnsupportedModel(f"{name} computes embeddings: LoRA adapters are for models that generate text")
     text = model_config.get_text_config()
     heads, size = text.num_attention_heads, config.tensor_parallel
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    latent = latent_size(text)
+    kv_heads = 1 if latent else getattr(text, "num_key_value_heads", None) or heads
     check_heads(name, heads, kv_heads, size)
     random = is_random(model) or config.load_format == "dummy"
     identity = (
@@ -86,7 +88,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         page_size=config.page_size,
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        head_dim=latent or getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
     shard = of_shard(layout, rank, size)
     auto = AutoModelForCausalLM if pooling is None else AutoModel
@@ -100,6 +102,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         progress("Making random weights", 1, 1)
     else:
         module = _moved(source.trained(skeleton, cuts, rank, progress), device)
+    keep_latents(module)
     adapters = install_adapters(module, config.lora, cuts.linears) if pooling is None else Adapters()
     join_sums(module, cuts)
     if pooling is not None:

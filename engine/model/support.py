@@ -4,8 +4,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from engine.attention.latent import expands_latents, latent_size
 from engine.errors import UnsupportedModel
 from engine.model.model_files import read_tensors
 from engine.model.quantised import method_of, unpacker
@@ -38,7 +40,8 @@ def _reasons(config: Any) -> dict[str, Any]:
         _quantised(method): method,
         "it is not a decoder-only model": config.is_encoder_decoder,
         f"its layers are of the kinds {sorted(layer_types)}": not layer_types <= LAYER_TYPES,
-        "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
+        f"transformers {transformers.__version__} cannot keep its compressed keys and values (MLA)": latent_size(text)
+        and not expands_latents(model_class),
         f"{model_class.__name__} has no exchangeable attention": not model_class._supports_attention_backend,
         f"{model_class.__name__} keeps a recurrent state": model_class._is_stateful,
         "its configuration does not give heads, layers, width and positions under the usual names": not all(

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 
 from components.wire.layout import KvLayout
+from engine.attention.latent import latent_size
 from engine.errors import UnsupportedModel
 from engine.sharding.experts import WHOLE_EXPERTS, ExpertCut, ReducedExperts, cut_experts, plan_experts
 from engine.sharding.group import Reduced
@@ -22,7 +23,14 @@ OUTPUTS: Final = "colwise"
 INPUTS: Final = "rowwise"  # the outputs of all ranks are summed
 EXPERTS: Final = "moe_tp_experts"
 WHOLE: Final = frozenset(
-    {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
+    {
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "embedding_rowwise",
+        "embedding_colwise",
+        "local_params",
+        "mla_kv_a_proj",
+    }
 )
 # transformers gathers the outputs, because modules split them
 FUSED_OUTPUTS: Final = "colwise_gather_output"
@@ -36,6 +44,13 @@ ADDED: Final[Mapping[str, Mapping[str, str]]] = {
         "layers.*.self_attn.o_proj": INPUTS,
         "layers.*.self_attn.sinks": OUTPUTS,
     }
+}
+# styles of attention on latents, which transformers' plans leave whole
+OF_LATENTS: Final[Mapping[str, str]] = {
+    "layers.*.self_attn.q_proj": OUTPUTS,
+    "layers.*.self_attn.q_b_proj": OUTPUTS,
+    "layers.*.self_attn.kv_b_proj": OUTPUTS,
+    "layers.*.self_attn.o_proj": INPUTS,
 }
 # names in transformers
 SINKS: Final = "sinks"  # [heads]
@@ -93,7 +108,8 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
             f"tensor_parallel={layout.shards}: {name} cannot be cut, because its layers keep the largest of all activations "
             "(activation_sparsity_pattern), and each rank has only its own"
         )
-    styles = {**ADDED.get(text.model_type, {}), **styles}
+    added = OF_LATENTS if latent_size(text) else ADDED.get(text.model_type, {})
+    styles = {**added, **styles}
     of_experts = getattr(text, "base_model_ep_plan", None) or {}
     prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
     rank = _Rank(layout, heads)

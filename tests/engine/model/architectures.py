@@ -19,7 +19,7 @@ from typing import Any, Final
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import ModelUnavailable, UnsupportedModel
-from tests.engine.model.families import SIZES, WINDOW, reference, reference_logits, save_model
+from tests.engine.model.families import LATENT, SIZES, WINDOW, reference, reference_logits, save_model
 from tests.engine.model.test_families import paged_logits
 from tests.engine.tiny_engine import load_tiny, make_engine, prompt
 
@@ -64,11 +64,13 @@ def limited() -> Iterator[None]:
 
 def tiny(kind: Any) -> Any:
     usual = kind()
-    named = {name: value for name, value in IF_NAMED.items() if hasattr(usual, name)}
+    named: dict[str, Any] = {name: value for name, value in IF_NAMED.items() if hasattr(usual, name)}
     if getattr(usual, "sliding_window", None):
         named["sliding_window"] = WINDOW
+    if hasattr(usual, "kv_lora_rank"):
+        named |= {name: value for name, value in LATENT.items() if hasattr(usual, name)}
     sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads" or hasattr(usual, name)}
-    return kind(**sizes, **named)
+    return kind(**{**sizes, **named})
 
 
 def compared(kind: Any, directory: Path) -> str:

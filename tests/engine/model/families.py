@@ -8,6 +8,8 @@ from typing import Final
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
@@ -16,6 +18,7 @@ from transformers import (
     GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -46,6 +49,34 @@ SIZES: Final = {
 FOUR_LAYERS: Final = {**SIZES, "num_hidden_layers": 4}  # two of each kind
 ALTERNATING: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
 GEMMA: Final = {**FOUR_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False, **ALTERNATING}
+
+YARN: Final = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 8,
+}
+EXPERTS: Final = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "topk_group": 1,
+}
+LATENT: Final[dict[str, int | None]] = {  # multi-head latent attention
+    "num_key_value_heads": SIZES["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "head_dim": 16,  # as transformers sets it: of the rotated part
+}
 
 FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
     "llama": lambda: LlamaConfig(**SIZES),
@@ -79,15 +110,7 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
         head_dim=16,
         num_local_experts=8,
         num_experts_per_tok=2,
-        rope_parameters={
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 8,
-        },
+        rope_parameters=YARN,
         swiglu_limit=1.0,  # of random weights few would reach the usual 7
     ),
     "qwen2-moe": lambda: Qwen2MoeConfig(  # an expert that every token passes; layers outweigh the embeddings
@@ -98,12 +121,16 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
         num_experts_per_tok=2,
     ),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "deepseek-v2": lambda: DeepseekV2Config(**{**SIZES, **LATENT, **EXPERTS, "q_lora_rank": None}),
+    "deepseek-v3": lambda: DeepseekV3Config(**{**SIZES, **LATENT, **EXPERTS}, rope_parameters=YARN),
+    "minicpm3": lambda: MiniCPM3Config(**{**SIZES, **LATENT}),
     "glm": lambda: GlmConfig(**SIZES, head_dim=16, attention_bias=True),
     "gpt-neox": lambda: GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
     "gpt2": lambda: GPT2Config(
         n_embd=64, n_layer=2, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
     ),
 }
+OF_LATENTS: Final = ("deepseek-v2", "deepseek-v3", "minicpm3")
 WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3n", "phi3-window", "gpt-oss")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     BartConfig,
     BloomConfig,
-    DeepseekV3Config,
+    DeepseekV32Config,
     DiffLlamaConfig,
     FalconConfig,
     Gemma3TextConfig,
@@ -145,7 +145,7 @@ def test_end_tokens_outside_the_vocabulary_are_none(tmp_path: Path, caplog: pyte
         (JambaConfig(**SIZES), "linear_attention"),
         (BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=128), "under the usual names"),
         (FalconConfig(**ATTENTION, alibi=True), "no exchangeable attention"),
-        (DeepseekV3Config(**SIZES), "MLA"),
+        (DeepseekV32Config(**SIZES), "indexed_attention"),
         (Llama4TextConfig(**SIZES, head_dim=16), "chunked_attention"),
         (Gemma3TextConfig(**SIZES, head_dim=16, use_bidirectional_attention=True), "neither causal nor"),
         (Gemma4TextConfig(**SIZES, head_dim=16, global_head_dim=32), "per-layer attribute"),
