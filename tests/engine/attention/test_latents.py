@@ -49,7 +49,8 @@ def test_adapters_of_the_absorbed_matrix_are_refused(directory: Path, tmp_path: 
         load_tiny(directory, lora={"own": str(adapter)})
 
 
-def test_adapters_of_other_layers_work(directory: Path, tmp_path: Path) -> None:
+def test_adapters_of_other_layers_work(tmp_path: Path) -> None:
+    directory = save_model(tmp_path / "m", FAMILIES["deepseek-v3"]())
     adapter = save_adapter(tmp_path / "adapter", directory, 1, targets=("kv_a_proj_with_mqa", "o_proj"))
     engine = make_engine(load_tiny(directory, lora={"own": str(adapter)}))
     asked = [EngineRequest(name or "plain", prompt(40), SEEDED, adapter=name) for name in ("", "own")]
