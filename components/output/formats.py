@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, Self
 from uuid import uuid4
 
-from components.output.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
 from components.output.glm import KEY, KEY_END, VALUE, VALUE_END, glm
 from components.output.grammar import CallStyle, MessageStyle
 from components.output.harmony import (
@@ -30,6 +29,7 @@ from components.output.json_calls import (
     mistral,
     plain_json,
 )
+from components.output.marked_calls import DEEPSEEK, KIMI, Markers, deepseek, kimi, kimi_id
 from components.output.pythonic import END, START, pythonic
 from components.output.qwen3_coder import FUNCTION, qwen3_coder
 from components.output.reader import Format
@@ -42,6 +42,7 @@ ToolParserName = Literal[
     "mistral",
     "deepseek_v3",
     "deepseek_v31",
+    "kimi_k2",
     "qwen3_coder",
     "glm45",
     "pythonic",
@@ -68,6 +69,12 @@ class ToolFormat:
     new_id: Callable[[], str] = call_id
 
 
+def _marked(markers: Markers, head: str, end: str = "", between: str = "") -> CallStyle:
+    return CallStyle(
+        markers.call + head, end + markers.call_end, between, markers.calls, markers.calls_end, marker=markers.calls
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     name: ReasoningParserName
@@ -91,7 +98,6 @@ class ReasoningFormat:
         return self.answers or (self.end,)
 
 
-_DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 _MISTRAL: Final = (TOOL_CALLS, ARGS, CALL_ID)
 # since version 11 of Mistral's tokenizer
 MISTRAL_NAMED: Final = CallStyle(TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS)
@@ -118,17 +124,11 @@ TOOL_FORMATS: Final[dict[ToolParserName, ToolFormat]] = {
         ToolFormat(
             "deepseek_v3",
             deepseek,
-            _DEEPSEEK,
-            CallStyle(
-                f"{CALL}function{SEPARATOR}{{}}\n```json\n", f"\n```{CALL_END}", "\n", CALLS, CALLS_END, marker=CALLS
-            ),
+            DEEPSEEK,
+            _marked(DEEPSEEK, f"function{DEEPSEEK.separator}{{}}\n```json\n", "\n```", between="\n"),
         ),
-        ToolFormat(
-            "deepseek_v31",
-            deepseek,
-            _DEEPSEEK,
-            CallStyle(f"{CALL}{{}}{SEPARATOR}", CALL_END, "", CALLS, CALLS_END, marker=CALLS),
-        ),
+        ToolFormat("deepseek_v31", deepseek, DEEPSEEK, _marked(DEEPSEEK, "{}" + DEEPSEEK.separator)),
+        ToolFormat("kimi_k2", kimi, KIMI, _marked(KIMI, kimi_id("{}", 0) + KIMI.separator)),
         ToolFormat("qwen3_coder", qwen3_coder, HERMES),
         ToolFormat("glm45", glm, (*HERMES, KEY, KEY_END, VALUE, VALUE_END)),
         ToolFormat("pythonic", pythonic, (START, END)),
@@ -173,7 +173,9 @@ def _shown_by(template: str) -> ToolParserName:
         return "qwen3_coder"
     if KEY in template and HERMES[0] in template:
         return "glm45"
-    if CALLS in template:
+    if KIMI.call in template:
+        return "kimi_k2"
+    if DEEPSEEK.calls in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return next((name for mark, name in _MARKS if mark in template), "hermes")
 

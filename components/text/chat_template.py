@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 from components.errors import Rejected
+from components.output.marked_calls import kimi_id
 
 SWITCHES: Final = ("enable_thinking", "thinking")  # names in templates
 EFFORT: Final = "reasoning_effort"
@@ -157,6 +159,22 @@ def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
         groups += [[{"role": turn["role"], "content": "", "tool_calls": [call]}] for call in calls[1:]]
         by_call.update(zip([call["id"] for call in calls], groups[-len(calls) :], strict=True) if calls else ())
     return [turn for group in groups for turn in group]
+
+
+def numbered(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Give calls the ids that Kimi's model writes, whatever ids a client has sent, and their results the same."""
+    number = count()
+    ids: dict[str, str] = {}
+    turns: list[Mapping[str, Any]] = []
+    for message in messages:
+        turn = dict(message)
+        if calls := message.get("tool_calls"):
+            ids |= {call["id"]: kimi_id(call["function"]["name"], next(number)) for call in calls}
+            turn["tool_calls"] = [{**call, "id": ids[call["id"]]} for call in calls]
+        if (answered := message.get("tool_call_id")) in ids:
+            turn["tool_call_id"] = ids[answered]
+        turns.append(turn)
+    return turns
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
-from components.text.chat_template import NEXT_TURN, Ending, described, in_messages, instructed
+from components.text.chat_template import NEXT_TURN, Ending, described, in_messages, instructed, numbered
 from components.text.detokenizer import (
     REPLACEMENT,
     ByteDetokenizer,
@@ -150,6 +150,8 @@ class TextModel:
             messages = [_with_arguments(message, _as_text) for message in messages]
         elif any("tool_calls" in message for message in messages) and not self._accepts_text_arguments:
             messages = [_with_arguments(message, _as_object) for message in messages]
+        if self.formats.tools is not None and self.formats.tools.name == "kimi_k2":
+            messages = numbered(messages)
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:

@@ -121,7 +121,7 @@ def parsed(name: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize(("name", "style"), STYLES, ids=lambda value: value if isinstance(value, str) else value.head)
 def test_whatever_forced_calls_let_through_are_calls(name: str, style: CallStyle, special: bool) -> None:
     several = 0
-    for seed in range(6):
+    for seed in range(10):
         single = seed % 2 == 0
         rules = forced_calls(new_grammar(special=special), style, CALLABLE, None, single=single)
         text = drawn(rules, seed, special=special)

@@ -22,6 +22,10 @@ ONE: dict[str, Callable[[str, str], str]] = {  # how a format writes one call, o
     "deepseek_v31": lambda name, args: (
         f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{args}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
+    "kimi_k2": lambda name, args: (
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{args}"
+        "<|tool_call_end|><|tool_calls_section_end|>"
+    ),
 }
 MARKED = sorted(ONE)
 SEVERAL: list[tuple[str, str]] = [  # ways to write f({}) and g({"a": 1}) in one go
@@ -65,6 +69,20 @@ SEVERAL: list[tuple[str, str]] = [  # ways to write f({}) and g({"a": 1}) in one
         (
             "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
             '<｜tool▁call▁begin｜>g<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+        ),
+    ),
+    (
+        "kimi_k2",
+        (
+            "<|tool_calls_section_begin|> <|tool_call_begin|> functions.f:3 <|tool_call_argument_begin|> {} <|tool_call_end|>"
+            '<|tool_call_begin|>functions.g:4<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+        ),
+    ),
+    (
+        "kimi_k2",
+        (
+            "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>"
+            '<|tool_call_begin|>functions.g:1<|tool_call_argument_begin|>{"a": 1}'
         ),
     ),
     (
@@ -116,6 +134,8 @@ NO_CALLS = [
     "<|python_tag|>print('x')",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f",
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nnothing\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0",
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>no<|tool_call_end|>",
     "<function=f",
     "<tool_call>\n<function=\n>",
     '{"answer": 42}',

@@ -119,6 +119,7 @@ def test_earlier_calls_are_shown_though_no_tool_is_offered() -> None:
         ("{{ tools }}[TOOL_CALLS][ARGS][THINK]", "mistral", "mistral"),
         ("{{ tools }}<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "qwen3"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v31", None),
+        ("{{ tools }}<|tool_calls_section_begin|><|tool_call_begin|> <think>", "kimi_k2", "qwen3"),
         ("{{ tools }}<|channel|>analysis<|message|>", "gpt_oss", "gpt_oss"),
         ("{{ tools }} in no format that we know", "hermes", None),
     ],
@@ -129,6 +130,26 @@ def test_formats_are_those_that_the_template_shows(template: str, name: str, rea
     assert found.tools.name == name
     assert (found.reasoning and found.reasoning.name) == reasoning
     assert found.instructed == ("tools" not in template)
+
+
+def test_kimis_template_gets_the_names_of_calls_in_their_ids() -> None:
+    """It shows a call and its result by the id alone. A client's own ids hid the names from the model."""
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}<|tool_call_begin|>{{ call.id }}"
+        "<|tool_call_argument_begin|>{{ call.function.arguments | tojson }}{% endfor %}"
+        "{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}: {{ m.content }} {% endif %}{% endfor %}{{ tools or '' }}"
+    )
+
+    def turn(*calls: tuple[str, str]) -> list[dict[str, Any]]:
+        made = [{"id": key, "type": "function", "function": {"name": name, "arguments": {}}} for key, name in calls]
+        results = [{"role": "tool", "content": name, "tool_call_id": key} for key, name in reversed(calls)]
+        return [{"role": "assistant", "content": "", "tool_calls": made}, *results]
+
+    shown = tiny_text_model(template).render([*turn(("call_9", "f"), ("call_8", "g")), *turn(("call_9", "f"))])
+    names = [part.split("<")[0].split(":")[:2] for part in shown.split("<|tool_call_begin|>")[1:]]
+    assert names == [["functions.f", "0"], ["functions.g", "1"], ["functions.f", "2"]]
+    results = [part.split(": ")[0] for part in shown.split("## Return of ")[1:]]
+    assert results == ["functions.g:1", "functions.f:0", "functions.f:2"]
 
 
 def test_flags_go_over_what_the_template_shows() -> None:
