@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from components.wire.sampling import SamplingParams
 from engine.errors import UnsupportedModel
@@ -66,3 +67,16 @@ def test_a_transformers_without_the_method_that_is_replaced_is_named(
         UnsupportedModel, match=r"transformers 5[.\d]+ cannot keep its compressed keys and values \(MLA\)"
     ):
         load_tiny(directory)
+
+
+def test_layers_that_predict_several_tokens_are_not_loaded(tmp_path: Path) -> None:
+    """Published checkpoints of DeepSeek V3 have one more layer than the model, for drafts."""
+    directory = save_model(tmp_path / "m", FAMILIES["deepseek-v3"]())
+    plain = load_tiny(directory)
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    last = {name.replace("layers.1.", "layers.2."): weight for name, weight in weights.items() if "layers.1." in name}
+    extra = {"model.layers.2.eh_proj.weight": torch.ones(64, 128), "model.layers.2.enorm.weight": torch.ones(64)}
+    save_file({**weights, **{name: weight.clone() for name, weight in last.items()}, **extra}, file, {"format": "pt"})
+    asked = [EngineRequest("r", prompt(40), greedy(12))]
+    assert run(make_engine(load_tiny(directory)), asked).tokens == run(make_engine(plain), asked).tokens

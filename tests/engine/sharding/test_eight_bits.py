@@ -140,7 +140,7 @@ def test_weights_are_those_that_transformers_unpacks(tmp_path: Path, family: str
         torch.testing.assert_close(weight, truth[name], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mixtral", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "mixtral", "phi3", "deepseek-v3"])
 def test_ranks_read_their_parts_of_blocks(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's rows begin in the middle of a block."""
     save_quantised(tmp_path, family, *FORMATS["blocks"])
