@@ -48,16 +48,17 @@ def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, par
         raise Rejected(f"'{param}' holds no tokens.", param=param, code="invalid_value")
     left = model.max_context - prompt_tokens
     if left < 1:
-        raise PromptTooLong(  # clients recognise "prompt is too long", for example langchain's ContextOverflowError
-            f"This model's maximum context length is {model.max_context} tokens. However, your prompt has "
-            f"{prompt_tokens} tokens, which leaves none to generate: the prompt is too long.",
+        raise PromptTooLong(  # langchain reads "prompt is too long"; Claude Code also the numbers, to compact its session
+            f"This model's maximum context length is {model.max_context} tokens, of which the answer needs "
+            f"one. The prompt is too long: {prompt_tokens} tokens > {model.max_context - 1} maximum.",
             param=param,
         )
     if wanted is not None and wanted > left:
-        raise PromptTooLong(
+        raise PromptTooLong(  # Claude Code reads the last sentence, and tries again with fewer `max_tokens`
             f"This model's maximum context length is {model.max_context} tokens. However, you requested "
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt, {wanted} in the completion). "
-            "Please reduce one of them.",
+            "Please reduce one of them: "
+            f"input length and `max_tokens` exceed context limit: {prompt_tokens} + {wanted} > {model.max_context}.",
             param=param,
         )
     return left if wanted is None else wanted

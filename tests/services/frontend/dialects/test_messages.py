@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any, get_args
 
@@ -331,6 +332,15 @@ async def test_a_model_that_cannot_reason_takes_effort_and_adaptive_thinking_for
         await anthropic.messages.create(**HELLO, extra_body=fields)
     await anthropic.messages.create(**HELLO)
     assert len({tuple(prompt.token_ids) for prompt in mesh.prompts}) == 1
+
+
+async def test_what_exceeds_the_context_is_refused_in_the_words_that_claude_code_reads(http: httpx.AsyncClient) -> None:
+    """It sends `max_tokens` 32000. It did not understand the refusal, so a model with that context was of no use."""
+    refused = await http.post(URL, json={**HELLO, "max_tokens": 32000})
+    assert re.search(rf"input length and `max_tokens` exceed context limit: \d+ \+ 32000 > {CONTEXT}", refused.text)
+    long = {"role": "user", "content": "word " * CONTEXT}
+    refused = await http.post(URL, json={**HELLO, "messages": [long]})
+    assert re.search(rf"prompt is too long: \d+ tokens > {CONTEXT - 1} maximum", refused.text)
 
 
 @pytest.mark.parametrize("stream", [True, False])
