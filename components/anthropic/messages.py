@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue
 
@@ -141,7 +141,7 @@ class ToolChoice(Strict):
 
 
 class ThinkingOptions(Strict):
-    """Whether the model reasons first: with `adaptive`, if it can. Only `max_tokens` limits the reasoning."""
+    """Whether the model reasons first, if that can be set. Only `max_tokens` limits the reasoning."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)] | None = None
@@ -156,7 +156,7 @@ class JsonFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: JsonValue = None  # checked by the chat; guidance
+    effort: JsonValue = None  # checked by the chat
     format: JsonFormat | None = None
 
 
@@ -164,10 +164,6 @@ class ContextManagement(Strict):
     """Accepted and ignored: the answer reports that no edit was applied. Each type of edit has fields of its own."""
 
     edits: Annotated[list[dict[str, JsonValue]], Field(max_length=16)] | None = None
-
-
-class GuidedChat(ChatRequest):
-    effort_is_guidance: ClassVar[bool] = True
 
 
 class RequestMetadata(Strict):
@@ -201,9 +197,8 @@ class CountRequest(Strict):
 
     def chat(self) -> ChatRequest:
         """Convert the request to a chat. Raises: Rejected, with the chat's parameter names."""
-        guided = self.thinking is None or self.thinking.type == "adaptive"
         wanted = {name: value for name, value in self._wanted().items() if value is not None}
-        return parse_value(GuidedChat if guided else ChatRequest, wanted)
+        return parse_value(ChatRequest, wanted)
 
     def check(self) -> None:
         """Check that fields do not contradict each other. Raises: Rejected."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
@@ -34,8 +34,7 @@ class Conversation:
     tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
     parallel: bool = True  # whether one answer may have several calls
-    effort: Effort | None = None  # None: the model's default
-    effort_is_guidance: bool = False  # the nearest effort that the model has is used
+    effort: Effort | None = None  # the nearest one that the model has is used; None: its default
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # template variables set by the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
     call_chars: int = 0  # characters of the arguments of calls in `messages`
@@ -147,8 +146,6 @@ class Prediction(Strict):
 
 
 class ChatRequest(ConstrainedFields):
-    effort_is_guidance: ClassVar[bool] = False
-
     # fail_fast: only the first fault is reported
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
@@ -220,7 +217,6 @@ class ChatRequest(ConstrainedFields):
             choice,
             self.parallel_tool_calls is not False,
             self.reasoning_effort,
-            self.effort_is_guidance,
             self.chat_template_kwargs or {},
             ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens),
             chars_of_calls(self.messages),

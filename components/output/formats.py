@@ -85,7 +85,7 @@ class ReasoningFormat:
     read: Format | None = None  # reads the whole answer, with its calls
     special: tuple[str, ...] = ()  # its markers, if it has more than `begin` and `end`
     answers: tuple[str, ...] = ()  # beginnings of an answer or a call; (): it begins after `end`
-    efforts: tuple[str, ...] = ()  # reasoning efforts that the model supports; (): any
+    efforts: tuple[str, ...] = ()  # reasoning efforts that the model has; (): any
 
     @property
     def tokens(self) -> tuple[str, ...]:

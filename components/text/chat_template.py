@@ -38,51 +38,32 @@ def template_variables(
     effort: str | None,
     given: Mapping[str, Any],
     mentions: Callable[[str], bool],
-    *,
-    reasons: bool,
     efforts: Sequence[str] = (),
-    guidance: bool = False,
 ) -> dict[str, Any]:
     """Return the template variables that a client may set.
 
     Args:
-        effort: the request's `reasoning_effort`.
+        effort: the request's `reasoning_effort`. It is guidance: the nearest one that the model has is set, or none.
         given: its `chat_template_kwargs`.
         mentions: whether the template reads a variable.
-        reasons: whether the model reasons.
-        efforts: those that it knows; without any, the template decides.
-        guidance: `effort` is only guidance: the nearest one that the model has is set, or none.
-    Raises: Rejected if the template would ignore one of them.
+        efforts: those that the model knows; without any, the template decides.
+    Raises: Rejected if the template would ignore one of `given`, or `effort` contradicts it.
     """
     variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
     if effort is None:
         return variables
-    if guidance:
-        effort = _nearest(effort, efforts, mentions)
-        if effort is None:
-            return variables
-    if efforts and effort not in efforts:
-        raise _unsupported(f"This model's '{EFFORT}' can only be {' or '.join(map(repr, efforts))}.")
     switch = next((name for name in SWITCHES if mentions(name)), None)
     if mentions(EFFORT) and not (effort == "none" and switch):
-        variables[EFFORT] = effort
+        variables[EFFORT] = _nearest(effort, efforts or (effort,))
     elif switch:
-        if effort not in {"none", "medium"}:
-            raise _unsupported(f"This model's '{EFFORT}' can only be 'none' or, by default, 'medium'.")
-        if variables.setdefault(switch, effort != "none") != (effort != "none"):
+        on = _nearest(effort, ("none", "medium")) != "none"
+        if variables.setdefault(switch, on) != on:
             raise Rejected(f"'{EFFORT}' contradicts 'chat_template_kwargs'; send one of them.", param=EFFORT)
-    elif effort != "none":
-        raise _unsupported(f"This model's reasoning cannot be set: leave '{EFFORT}' out.")
-    elif reasons:
-        raise _unsupported(f"This model's reasoning cannot be switched off: leave '{EFFORT}' out.")
     return variables
 
 
-def _nearest(effort: str, efforts: Sequence[str], mentions: Callable[[str], bool]) -> str | None:
-    """Return the effort that the model has and that is nearest to `effort`; None if its reasoning cannot be set."""
-    if mentions(EFFORT):
-        return min(efforts, key=lambda known: abs(EFFORTS.index(known) - EFFORTS.index(effort)), default=effort)
-    return "medium" if any(mentions(name) for name in SWITCHES) else None
+def _nearest(effort: str, efforts: Sequence[str]) -> str:
+    return min(efforts, key=lambda known: abs(EFFORTS.index(known) - EFFORTS.index(effort)))
 
 
 def _switch(name: str, value: Any, mentions: Callable[[str], bool]) -> bool:
@@ -94,10 +75,6 @@ def _switch(name: str, value: Any, mentions: Callable[[str], bool]) -> bool:
     if not isinstance(value, bool):
         raise Rejected(f"'{param}' must be true or false.", param=param, code="invalid_value")
     return value
-
-
-def _unsupported(message: str) -> Rejected:
-    return Rejected(message, param=EFFORT, code="unsupported_parameter")
 
 
 def instructed(

@@ -49,9 +49,7 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
         conversation.effort,
         conversation.variables,
         text.mentions,
-        reasons=reasoning is not None,
-        efforts=() if reasoning is None else reasoning.efforts,
-        guidance=conversation.effort_is_guidance,
+        () if reasoning is None else reasoning.efforts,
     )
     tools = [tool.for_template() for tool in conversation.tools]
     return await text.encode_chat(conversation.messages, tools, variables, conversation.ending, conversation.call_chars)

@@ -224,44 +224,41 @@ ON_OFF, EFFORT, NEITHER = {"enable_thinking"}, {"reasoning_effort"}, set[str]()
 
 
 @pytest.mark.parametrize(
-    ("known", "reasons", "effort", "given", "variables"),
+    ("known", "effort", "given", "variables"),
     [
-        (NEITHER, False, None, {}, {}),
-        (NEITHER, False, "none", {}, {}),
-        (NEITHER, True, None, {}, {}),
-        (ON_OFF, True, "none", {}, {"enable_thinking": False}),
-        (ON_OFF, True, "medium", {}, {"enable_thinking": True}),
-        (ON_OFF, True, None, {"enable_thinking": False}, {"enable_thinking": False}),
-        (ON_OFF, True, "none", {"enable_thinking": False}, {"enable_thinking": False}),
-        ({"thinking"}, True, "medium", {}, {"thinking": True}),
-        (EFFORT, True, "high", {}, {"reasoning_effort": "high"}),
-        (EFFORT | ON_OFF, True, "none", {}, {"enable_thinking": False}),
+        (NEITHER, None, {}, {}),
+        (ON_OFF, "none", {}, {"enable_thinking": False}),
+        (ON_OFF, "medium", {}, {"enable_thinking": True}),
+        (ON_OFF, None, {"enable_thinking": False}, {"enable_thinking": False}),
+        (ON_OFF, "none", {"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking"}, "medium", {}, {"thinking": True}),
+        (EFFORT, "high", {}, {"reasoning_effort": "high"}),
+        (EFFORT | ON_OFF, "none", {}, {"enable_thinking": False}),
+        (EFFORT | ON_OFF, "low", {}, {"reasoning_effort": "low"}),
     ],
 )
 def test_reasoning_is_set_as_the_template_can(
-    known: set[str], reasons: bool, effort: str | None, given: dict[str, Any], variables: dict[str, Any]
+    known: set[str], effort: str | None, given: dict[str, Any], variables: dict[str, Any]
 ) -> None:
-    assert template_variables(effort, given, known.__contains__, reasons=reasons) == variables
+    assert template_variables(effort, given, known.__contains__) == variables
 
 
 @pytest.mark.parametrize(
-    ("known", "reasons", "effort", "given", "param"),
+    ("known", "effort", "given", "param"),
     [
-        (NEITHER, False, "high", {}, "reasoning_effort"),
-        (NEITHER, True, "none", {}, "reasoning_effort"),
-        (ON_OFF, True, "high", {}, "reasoning_effort"),
-        (ON_OFF, True, "none", {"enable_thinking": True}, "reasoning_effort"),
-        (NEITHER, True, None, {"enable_thinking": False}, "chat_template_kwargs.enable_thinking"),
-        (ON_OFF, True, None, {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
-        ({"bos_token"}, True, None, {"bos_token": "x"}, "chat_template_kwargs.bos_token"),
-        (NEITHER, True, None, {"messages": []}, "chat_template_kwargs.messages"),
+        (ON_OFF, "none", {"enable_thinking": True}, "reasoning_effort"),
+        (ON_OFF, "high", {"enable_thinking": False}, "reasoning_effort"),
+        (NEITHER, None, {"enable_thinking": False}, "chat_template_kwargs.enable_thinking"),
+        (ON_OFF, None, {"enable_thinking": "no"}, "chat_template_kwargs.enable_thinking"),
+        ({"bos_token"}, None, {"bos_token": "x"}, "chat_template_kwargs.bos_token"),
+        (NEITHER, None, {"messages": []}, "chat_template_kwargs.messages"),
     ],
 )
-def test_what_the_template_would_ignore_is_refused(
-    known: set[str], reasons: bool, effort: str | None, given: dict[str, Any], param: str
+def test_a_variable_that_has_no_effect_or_contradicts_the_effort_is_refused(
+    known: set[str], effort: str | None, given: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(Rejected) as caught:
-        template_variables(effort, given, known.__contains__, reasons=reasons)
+        template_variables(effort, given, known.__contains__)
     assert caught.value.fields["param"] == param
     assert param in caught.value.message
 
@@ -269,25 +266,23 @@ def test_what_the_template_would_ignore_is_refused(
 @pytest.mark.parametrize(
     ("known", "efforts", "effort", "variables"),
     [
+        (NEITHER, (), "none", {}),
         (NEITHER, (), "high", {}),
         (ON_OFF, (), "max", {"enable_thinking": True}),
+        (ON_OFF, (), "low", {"enable_thinking": True}),
+        (ON_OFF, (), "minimal", {"enable_thinking": False}),
         (EFFORT, (), "xhigh", {"reasoning_effort": "xhigh"}),
         (EFFORT, ("low", "medium", "high"), "low", {"reasoning_effort": "low"}),
         (EFFORT, ("low", "medium", "high"), "max", {"reasoning_effort": "high"}),
         (EFFORT, ("low", "medium", "high"), "minimal", {"reasoning_effort": "low"}),
+        (EFFORT, ("low", "medium", "high"), "none", {"reasoning_effort": "low"}),
     ],
 )
-def test_an_effort_that_is_guidance_becomes_the_nearest_that_the_model_has(
+def test_an_effort_becomes_the_nearest_that_the_model_has(
     known: set[str], efforts: tuple[str, ...], effort: str, variables: dict[str, Any]
 ) -> None:
-    mentions = known.__contains__
-    assert template_variables(effort, {}, mentions, reasons=True, efforts=efforts, guidance=True) == variables
-
-
-def test_a_refused_effort_is_explained_in_plain_words() -> None:
-    with pytest.raises(Rejected) as caught:
-        template_variables("high", {}, NEITHER.__contains__, reasons=False)
-    assert caught.value.message == "This model's reasoning cannot be set: leave 'reasoning_effort' out."
+    """Agents send the effort of another model, and were refused by those that do not have it."""
+    assert template_variables(effort, {}, known.__contains__, efforts) == variables
 
 
 def test_special_tokens_that_a_format_is_made_of_are_shown() -> None:

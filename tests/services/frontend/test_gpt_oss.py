@@ -163,11 +163,12 @@ async def test_instructions_anywhere_reach_the_model() -> None:
     assert prompt.count("<|start|>system") == 1
 
 
-@pytest.mark.parametrize("effort", ["none", "minimal", "xhigh"])
-async def test_an_effort_that_the_model_does_not_know_is_refused(effort: str) -> None:
-    async with served(FakeMesh(text(), answer=ANSWER)) as client:
-        with pytest.raises(package.BadRequestError, match="'low' or 'medium' or 'high'"):
-            await ask(client, stream=False, reasoning_effort=effort)
+@pytest.mark.parametrize(("effort", "nearest"), [("none", "low"), ("minimal", "low"), ("xhigh", "high")])
+async def test_an_effort_that_the_model_does_not_have_is_the_nearest_one(effort: str, nearest: str) -> None:
+    mesh = FakeMesh(text(), answer=ANSWER)
+    async with served(mesh) as client:
+        await ask(client, stream=False, reasoning_effort=effort, tools=package.omit)
+    assert mesh.text.decode(mesh.prompts[0].token_ids, skip=False).startswith(nearest)
 
 
 async def test_an_empty_message_that_is_continued_is_the_answer(checker: ConstraintChecker) -> None:
