@@ -20,6 +20,7 @@ from components.openai.fields import (
     parse_value,
     tagged,
 )
+from components.openai.tools import without_media
 
 MAX_MESSAGES: Final = 4096
 MAX_BLOCKS: Final = 1024
@@ -69,6 +70,13 @@ TextBlocks = Annotated[
 ]
 
 
+ResultBlocks = Annotated[
+    list[Annotated[TextBlock, of_type("text"), BeforeValidator(without_media)]],
+    Field(max_length=MAX_BLOCKS, fail_fast=True),
+    BeforeValidator(_texts, json_schema_input_type=str | list[TextBlock]),
+]
+
+
 class ToolUse(Cacheable):
     """A call of a tool by the model."""
 
@@ -85,7 +93,7 @@ class ToolResult(Cacheable):
 
     type: Literal["tool_result"]
     tool_use_id: Id
-    content: TextBlocks | None = None
+    content: ResultBlocks | None = None
     is_error: bool | None = None
 
 
@@ -112,10 +120,19 @@ Block = Annotated[
     | Annotated[RedactedThinking, tagged("redacted_thinking")],
     by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking", note=NO_MEDIA),
 ]
+
+
+def _blocks(value: JsonValue) -> JsonValue:
+    """Return a turn's blocks. Claude Code sends a PDF that a tool reads beside the result, so media there become texts, too."""
+    if not isinstance(value, list) or not any(isinstance(x, dict) and x.get("type") == "tool_result" for x in value):
+        return _texts(value)
+    return [without_media(block) for block in value]
+
+
 Blocks = Annotated[
     list[Block],
     Field(min_length=1, max_length=MAX_BLOCKS, fail_fast=True),
-    BeforeValidator(_texts, json_schema_input_type=str | list[Block]),
+    BeforeValidator(_blocks, json_schema_input_type=str | list[Block]),
 ]
 
 

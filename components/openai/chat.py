@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, PlainValidator
+from pydantic import BaseModel, Field, JsonValue, PlainValidator, ValidationInfo
 
 from components.errors import Rejected
 from components.openai.fields import (
@@ -19,7 +19,7 @@ from components.openai.fields import (
 )
 from components.openai.logprobs import ChatLogprobs, PromptLogprobs
 from components.openai.structured import ConstrainedFields
-from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
+from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField, without_media
 from components.output.calls import Call
 from components.text.chat_template import Ending
 
@@ -62,8 +62,8 @@ class TextPart(Strict):
     text: str
 
 
-def _content(value: JsonValue) -> str | None:
-    """Join parts by newlines, as in vLLM."""
+def _content(value: JsonValue, info: ValidationInfo) -> str | None:
+    """Join parts by newlines, as in vLLM. A tool's result is read without its images."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -72,11 +72,12 @@ def _content(value: JsonValue) -> str | None:
         raise invalid("must have at least one part")
     if len(value) > MAX_PARTS:
         raise invalid(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
-    return "\n".join(_part_text(part, i) for i, part in enumerate(value))
+    parts = map(without_media, value) if info.data.get("role") == "tool" else value
+    return "\n".join(_part_text(part, i) for i, part in enumerate(parts))
 
 
-def _predicted(value: JsonValue) -> str:
-    text = _content(value)
+def _predicted(value: JsonValue, info: ValidationInfo) -> str:
+    text = _content(value, info)
     if text is None:
         raise invalid("must be a string or a list of text parts")
     return text

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validator
 
 from components.openai.fields import IfAsked, Strict, by_type, only, tagged
+from components.openai.tools import without_media
 
 MAX_ITEMS: Final = 4096
 MAX_PARTS: Final = 1024
@@ -75,6 +77,13 @@ Parts = Annotated[
 ]
 
 
+ResultParts = Annotated[
+    list[Annotated[Part, BeforeValidator(partial(without_media, text_type="input_text"))]],
+    Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+    BeforeValidator(_parts, json_schema_input_type=str | list[Part]),
+]
+
+
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -123,7 +132,7 @@ class CallOutputItem(Item):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
-    output: Parts
+    output: ResultParts
     id: Id | None = None
     status: Status | None = None
 

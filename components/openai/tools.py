@@ -1,5 +1,6 @@
-"""Tools in a request: definitions, the choice, and calls of earlier turns."""
+"""Tools in a request: definitions, the choice, and calls and results of earlier turns."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, JsonValue, PlainValidator, ValidationError
@@ -12,6 +13,15 @@ MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 256  # maximum calls of one message
 TYPES: Final = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
+MEDIA: Final = {  # types of parts and blocks of all dialects, and what they are
+    "image": "image",
+    "image_url": "image",
+    "input_image": "image",
+    "input_audio": "audio",
+    "file": "file",
+    "input_file": "file",
+    "document": "document",
+}
 MAX_NAME: Final = 64
 Name = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_-]{{1,{MAX_NAME}}}$")]
 
@@ -146,6 +156,17 @@ class CalledTool(Strict):
         if isinstance(read, dict):
             arguments = read
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def without_media(part: Any, text_type: str = "text") -> Any:
+    """Return a part of a tool's result; in the place of an image or file, a text.
+
+    The user did not choose to send it, and it stays in the conversation: a refusal would end an agent's session.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in MEDIA:
+        return part
+    return {"type": text_type, "text": f"[{MEDIA[kind]} omitted: this model reads text only]"}
 
 
 ToolChoiceField = Annotated[
