@@ -1,7 +1,8 @@
 """`/v1/chat/completions`: request and answer, and the conversation into which all dialects convert their requests."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import count, groupby
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator, ValidationInfo
@@ -43,16 +44,6 @@ class Conversation:
     def begun(self) -> str:
         """The text that the answer continues."""
         return str(self.messages[-1]["content"]) if self.ending.continue_last else ""
-
-
-def name_answers(messages: Sequence[dict[str, Any]]) -> None:
-    """Set the tool name of tool messages: some templates need it, and clients omit it."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
 
 
 class TextPart(Strict):
@@ -139,6 +130,25 @@ class Message(Strict):
         return turn
 
 
+def for_templates(messages: Iterable[Message]) -> list[dict[str, Any]]:
+    """Return the messages for chat templates, with the results of tools named and in the order of their calls.
+
+    Some templates need a result's name, which clients omit. Many show no ids, and agents send results as they come.
+    """
+    made: list[dict[str, Any]] = []
+    numbers = count()
+    calls: dict[str, tuple[int, str]] = {}  # number and name of each call, by its id
+    for are_results, turns in groupby(map(Message.for_template, messages), lambda turn: turn["role"] == "tool"):
+        if are_results:
+            results = [{"name": calls[turn["tool_call_id"]][1], **turn} for turn in turns]
+            made += sorted(results, key=lambda turn: calls[turn["tool_call_id"]][0])
+            continue
+        for turn in turns:
+            made.append(turn)
+            calls |= {call["id"]: (next(numbers), call["function"]["name"]) for call in turn.get("tool_calls", ())}
+    return made
+
+
 class Prediction(Strict):
     """Text that the answer may repeat, such as a file to be edited."""
 
@@ -209,11 +219,9 @@ class ChatRequest(ConstrainedFields):
         check_tools(self.tools or (), self.tool_choice)
 
     def conversation(self) -> Conversation:
-        messages = [message.for_template() for message in self.messages]
-        name_answers(messages)
         choice = self.tool_choice or ToolChoice("auto")
         return Conversation(
-            messages,
+            for_templates(self.messages),
             () if choice.mode == "none" else [tool for tool in self.tools or () if choice.allows(tool.function.name)],
             choice,
             self.parallel_tool_calls is not False,

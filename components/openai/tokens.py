@@ -14,7 +14,7 @@ from components.openai.chat import (
     check_messages,
     check_tools,
     ending_of,
-    name_answers,
+    for_templates,
 )
 from components.openai.completions import token_ids
 from components.openai.fields import Strict
@@ -51,11 +51,9 @@ class TokenizeRequest(Strict):
         check_tools(self.tools or (), None)
 
     def conversation(self) -> Conversation:
-        messages = [message.for_template() for message in self.messages or ()]
-        name_answers(messages)
         ending = ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens)
         return Conversation(
-            messages,
+            for_templates(self.messages or ()),
             self.tools or (),
             variables=self.chat_template_kwargs or {},
             ending=ending,

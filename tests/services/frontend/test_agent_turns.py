@@ -75,6 +75,42 @@ async def test_an_image_in_a_tools_result_becomes_a_text(
     assert "tool\nSo:\n[image omitted: this model reads text only]\n" in told.replace("\nuser\n[", "\n[")
 
 
+CALLS: Final = [("c", "1"), ("d", "2")]
+BLOCKS: Final = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i, _ in CALLS]
+RESULTS: Final = [{"type": "tool_result", "tool_use_id": i, "content": text} for i, text in CALLS]
+ITEMS: Final = [{"type": "function_call", "call_id": i, "name": "f", "arguments": "{}"} for i, _ in CALLS]
+OUTPUTS: Final = [{"type": "function_call_output", "call_id": i, "output": text} for i, text in CALLS]
+FUNCTIONS: Final = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i, _ in CALLS]
+ANSWERS: Final = [{"role": "tool", "tool_call_id": i, "content": text} for i, text in CALLS]
+
+
+@pytest.mark.parametrize(
+    ("route", "turns"),
+    [
+        ("chat/completions", {"messages": [HELLO, {"role": "assistant", "tool_calls": FUNCTIONS}, *ANSWERS[::-1]]}),
+        ("responses", {"input": [HELLO, *ITEMS, *OUTPUTS[::-1]]}),
+        (
+            "messages",
+            {
+                "max_tokens": 9,
+                "messages": [
+                    HELLO,
+                    {"role": "assistant", "content": BLOCKS},
+                    {"role": "user", "content": RESULTS[::-1]},
+                ],
+            },
+        ),
+    ],
+)
+async def test_results_are_in_the_order_of_their_calls(
+    agent: tuple[httpx.AsyncClient, FakeMesh], route: str, turns: dict[str, Any]
+) -> None:
+    """Claude Code sends them in the order in which its tools ended. Templates without ids showed them under the wrong calls."""
+    http, mesh = agent
+    (await http.post(f"/v1/{route}", json={"model": MODEL, **turns})).raise_for_status()
+    assert "\ntool\n1\ntool\n2\n" in mesh.text.decode(mesh.prompts[0].token_ids)
+
+
 @pytest.mark.parametrize(
     ("route", "body", "at"),
     [
