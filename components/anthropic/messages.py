@@ -162,7 +162,7 @@ class ThinkingOptions(Strict):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1024, le=INT32_MAX)] | None = None
-    display: Annotated[JsonValue, only("summarized")] = None
+    display: Annotated[JsonValue, only("summarized", "omitted")] = None  # ignored: reasoning is returned in full
 
 
 class JsonFormat(Strict):

@@ -188,6 +188,7 @@ RequestItem = Annotated[
         "reasoning",
         "item_reference",
         default="message",
+        note="tools are accepted in 'tools' alone",
     ),
 ]
 

@@ -11,7 +11,13 @@ from components.openai.items import Id, called
 from components.openai.tools import MAX_NAME
 
 MAX_TOOLS: Final = 1024
-SEARCHES: Final = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
+SEARCHES: Final = (
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+    "tool_search",
+)
 INPUT: Final[dict[str, Any]] = {  # the parameters of a custom tool, as the model sees it
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -34,9 +40,10 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
     strict: bool | None = None
+    defer_loading: bool | None = None  # ignored: the model is offered each tool at once
 
     def as_function(self) -> dict[str, Any]:
-        return self.model_dump(exclude_none=True, exclude={"type"})
+        return self.model_dump(exclude_none=True, exclude={"type", "defer_loading"})
 
 
 class TextFormat(Strict):
@@ -57,6 +64,7 @@ class CustomTool(Strict):
     type: Literal["custom"]
     name: Id
     description: str | None = None
+    defer_loading: bool | None = None  # as of functions
     format: (
         Annotated[
             Annotated[TextFormat, tagged("text")] | Annotated[GrammarFormat, tagged("grammar")],
@@ -91,7 +99,7 @@ class Namespace(Strict):
 
 
 class Search(BaseModel):
-    """A search by the server, which has none: the model is not offered it. Agents send it with every request."""
+    """A search in the web or for tools, which the model is not offered. Agents send it with every request."""
 
     model_config = ConfigDict(frozen=True)
     type: str
@@ -114,8 +122,9 @@ Tool = Annotated[
     | Annotated[Search, tagged(SEARCHES[0])]
     | Annotated[Search, tagged(SEARCHES[1])]
     | Annotated[Search, tagged(SEARCHES[2])]
-    | Annotated[Search, tagged(SEARCHES[3])],
-    by_type("function", "custom", "namespace", note="it runs no tools itself, and ignores 'web_search'"),
+    | Annotated[Search, tagged(SEARCHES[3])]
+    | Annotated[Search, tagged(SEARCHES[4])],
+    by_type("function", "custom", "namespace", note="it runs no tools itself, and ignores searches"),
     AfterValidator(_fits),
 ]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]

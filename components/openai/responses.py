@@ -8,6 +8,7 @@ from pydantic import BaseModel, Field, JsonValue
 from components.errors import Rejected
 from components.openai.chat import ChatRequest
 from components.openai.fields import (
+    INT32_MAX,
     MAX_LOGPROBS,
     Strict,
     TokenCount,
@@ -99,6 +100,7 @@ class ReasoningOptions(Strict):
 
     effort: JsonValue = None  # checked by the chat
     summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None  # ignored: the template decides
     generate_summary: Annotated[JsonValue, only()] = None
 
 
@@ -182,10 +184,10 @@ class ResponsesRequest(ResponsePrompt):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None  # of hosted tools, which there are none of
     client_metadata: dict[str, JsonValue] | None = None  # Codex's; ignored
     # not supported yet
     service_tier: Annotated[JsonValue, only("auto", "default", "flex", "priority")] = None  # served alike
-    max_tool_calls: Annotated[JsonValue, only()] = None
     prompt: Annotated[JsonValue, only()] = None
     prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
 
@@ -298,7 +300,7 @@ class ResponseObject(BaseModel):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None = None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[OutputItem] = []
@@ -332,6 +334,7 @@ class ResponseObject(BaseModel):
             background=bool(request.background),
             instructions=request.instructions,
             max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
             metadata=request.metadata or {},
             model=request.model,
             parallel_tool_calls=request.parallel_tool_calls is not False,

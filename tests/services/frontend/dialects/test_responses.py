@@ -411,15 +411,28 @@ async def test_what_agents_send_beside_is_accepted(http: httpx.AsyncClient, mesh
     beside = {
         "client_metadata": {"thread_id": "a", "nested": {"b": 1}},
         "text": {"verbosity": "low"},
-        "reasoning": {"summary": "detailed"},
+        "reasoning": {"summary": "detailed", "context": "all_turns"},
+        "max_tool_calls": 3,
         "service_tier": "priority",
         "include": ["web_search_call.action.sources"],
-        "tools": [{"type": "web_search", "external_web_access": False, "filters": {"allowed_domains": []}}],
+        "tools": [
+            {"type": "web_search", "external_web_access": False, "filters": {"allowed_domains": []}},
+            {"type": "tool_search", "execution": "client", "description": "Finds tools.", "parameters": {}},
+        ],
     }
     answer = await http.post(URL, json={**HELLO, **beside})
     assert (plain.status_code, answer.status_code) == (200, 200), answer.text
     assert mesh.prompts[0].token_ids == mesh.prompts[1].token_ids
     assert (answer.json()["service_tier"], answer.json()["tools"]) == ("default", [])
+    assert answer.json()["max_tool_calls"] == 3
+
+
+async def test_tools_that_would_be_loaded_later_are_offered_at_once(thinker: tuple[Any, FakeMesh]) -> None:
+    client, mesh = thinker
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}, "strict": None}
+    for later in ({}, {"defer_loading": True}):
+        await client.responses.create(model=MODEL, input="Hello", tools=[{**tool, **later}, {"type": "tool_search"}])
+    assert mesh.prompts[0].token_ids == mesh.prompts[1].token_ids
 
 
 async def test_reasoning_of_another_server_is_its_summary(thinker: tuple[Any, FakeMesh]) -> None:
@@ -520,7 +533,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"stream_options": {}}, "stream_options", None),
     ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
     ({"prompt": {"id": "a"}}, "prompt", "unsupported_parameter"),
-    ({"max_tool_calls": 3}, "max_tool_calls", "unsupported_parameter"),
+    ({"max_tool_calls": 0}, "max_tool_calls", "invalid_value"),
+    ({"reasoning": {"context": "none"}}, "reasoning.context", "invalid_value"),
+    ({"input": [{"type": "additional_tools", "tools": []}]}, "input[0].type", "unsupported_parameter"),
     ({"service_tier": "gold"}, "service_tier", "unsupported_parameter"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_value"),
     ({"background": True, "stream": True}, "stream", "unsupported_parameter"),
