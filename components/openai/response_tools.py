@@ -18,12 +18,6 @@ SEARCHES: Final = (
     "web_search_preview_2025_03_11",
     "tool_search",
 )
-INPUT: Final[dict[str, Any]] = {  # the parameters of a custom tool, as the model sees it
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 
 
 class Callee(NamedTuple):
@@ -51,7 +45,10 @@ class TextFormat(Strict):
 
 
 class GrammarFormat(Strict):
-    """The form of a custom tool's input. The model sees it; the input is not constrained to it."""
+    """The form of a custom tool's input. The model sees it. A required call is constrained to a regex.
+
+    A Lark grammar does not constrain it: the input is within a JSON string, for which the compiler has no Lark.
+    """
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -75,10 +72,14 @@ class CustomTool(Strict):
 
     def as_function(self) -> dict[str, Any]:
         told = [self.description] if self.description else []
+        text = {"type": "string"}
         if isinstance(self.format, GrammarFormat):
             told.append(f"The input must follow this {self.format.syntax} grammar:\n{self.format.definition}")
+            if self.format.syntax == "regex":
+                text["pattern"] = f"^(?:{self.format.definition})$"
         about = {"description": "\n\n".join(told)} if told else {}
-        return {"name": self.name, "parameters": INPUT, **about}
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        return {"name": self.name, "parameters": {**parameters, "additionalProperties": False}, **about}
 
 
 class Namespace(Strict):

@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from components.openai.response_tools import CustomTool
 from components.output.calls import whole_calls
 from components.output.formats import MISTRAL_NAMED, TOOL_FORMATS
 from components.output.grammar import (
@@ -188,3 +189,18 @@ def test_an_answer_in_json_may_replace_calls(special: bool) -> None:
         assert allows(rules, f"hm</think>{bad}x", special=special) == f"hm</think>{bad}"
         call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
         assert allows(rules, f"hm</think>{call}", special=special) == f"hm</think>{call}✓"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_required_input_of_a_custom_tool_matches_its_regex_as_a_whole(special: bool) -> None:
+    form = {"type": "grammar", "syntax": "regex", "definition": r"get \w+|drop .\d{2}"}
+    tool = CustomTool.model_validate({"type": "custom", "name": "q", "format": form}).as_function()
+    style = TOOL_FORMATS["hermes"].style
+    assert style is not None
+    offered = [CallableTool("q", tool["parameters"], False)]
+    rules = forced_calls(new_grammar(special=special), style, offered, None, single=True)
+    call = '<tool_call>\n{"name": "q", "arguments": {"input": "%s"}}\n</tool_call>'
+    for text in ("get a", r"drop \"12"):
+        assert allows(rules, call % text, special=special) == call % text + "✓"
+    for text, taken in (("forget a", ""), ("drop x123", "drop x12")):
+        assert allows(rules, call % text, special=special) == call.partition("%s")[0] + taken
