@@ -104,7 +104,10 @@ async def _discard(receive: Receive, max_bytes: int) -> bool:
 
 def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
     headers = None if whole else {"connection": "close"}  # the only way to stop a client from sending
-    return HTTPException(413, f"The request body exceeds {max_bytes} bytes.", headers=headers)
+    what = (
+        f"The request body exceeds {max_bytes} bytes. Send less, or start the frontend with a larger --max-body-bytes."
+    )
+    return HTTPException(413, what, headers=headers)
 
 
 @asynccontextmanager

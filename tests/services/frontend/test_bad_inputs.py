@@ -74,7 +74,9 @@ async def test_a_body_over_the_limit_is_413_by_its_declared_length(
     http: httpx.AsyncClient, mesh: FakeMesh, path: str
 ) -> None:
     answer = await http.post(path, content=b" " * 70_000, headers=JSON)
-    assert "65536" in error_of(answer, 413, "request_too_large")
+    told = error_of(answer, 413, "request_too_large")
+    assert "65536" in told
+    assert "--max-body-bytes" in told
     assert not mesh.prompts
 
 
