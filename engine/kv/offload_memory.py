@@ -12,7 +12,6 @@ from components.startup import WrongSettings
 from components.wire.layout import KvLayout, of_whole
 from engine.cpu.machine_memory import check_fits
 from engine.device.huge_pages import HugeMemory
-from engine.kv.page_files import Parts
 from engine.kv.storage import TORCH_DTYPES
 
 
@@ -50,9 +49,9 @@ def allocate_staging(layout: KvLayout, num_pages: int, device: torch.device, sha
     return pages
 
 
-def byte_views(pages: torch.Tensor) -> list[Parts]:
+def byte_views(pages: torch.Tensor) -> list[memoryview]:
     """Return the bytes of each page."""
-    return [[memoryview(page)] for page in pages.view(torch.uint8).flatten(1).numpy()]
+    return [memoryview(page) for page in pages.view(torch.uint8).flatten(1).numpy()]
 
 
 def _shape(layout: KvLayout, num_pages: int) -> tuple[int, ...]:

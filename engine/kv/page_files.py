@@ -30,8 +30,12 @@ DEPTH_S: Final = 1e-3  # by how much a block looks older than the one before it
 SWEEP_SHARE: Final = 1 / 16  # of the limit: bytes that a worker writes between two sweeps
 ABANDONED_S: Final = 600.0  # age at which an unfinished file has no writer any more
 UNFINISHED: Final = ".part"
-
-Parts = Sequence[memoryview]  # a page's bytes, in the order of its heads
+NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT)
+# Names of a layout's directory, of a directory in it, and of a file there. Other files in the directory are not ours.
+NAMES: Final = tuple(
+    re.compile(name)
+    for name in (r".+-[0-9a-f]{16}", "[0-9a-f]{2}", rf"[0-9a-f]{{{2 * HASH_BYTES}}}(\.[0-9a-f]{{8}}\{UNFINISHED})?")
+)
 
 
 class PageFiles:
@@ -42,8 +46,11 @@ class PageFiles:
     """
 
     def __init__(self, root: Path, layout: KvLayout, max_bytes: int) -> None:
-        """`max_bytes`: approximate limit of all files below `root`. Raises: WrongSettings, if `root` is not writable."""
-        self._root = root.expanduser()
+        """`max_bytes`: approximate limit for the files of all layouts. Raises: WrongSettings, if `root` is not writable."""
+        try:
+            self._root = root.expanduser().absolute()
+        except RuntimeError as exc:  # no such user
+            raise WrongSettings(f"setting engine.kv_store_dir: {root} names no directory: {exc}") from exc
         self.directory = self._root / directory_name(layout)
         self._max_bytes = max_bytes
         self._until_sweep = 0
@@ -57,8 +64,8 @@ class PageFiles:
                 f"setting engine.kv_store_dir: cannot write KV pages to {self._root}: {exc.strerror or exc}"
             ) from exc
 
-    def read(self, block: bytes, parts: Parts) -> bool:
-        """Fill `parts` with the page of `block`. Returns: False if it is not there. Raises: OSError."""
+    def read(self, block: bytes, page: memoryview) -> bool:
+        """Fill `page` with the KV of `block`. Returns: False if there is no file. Raises: OSError."""
         path = self._path(block)
         try:
             file = os.open(path, os.O_RDONLY)
@@ -66,19 +73,19 @@ class PageFiles:
             return False
         head = bytearray(HEAD.size)
         try:
-            num_bytes = os.readv(file, [head, *parts])
+            num_bytes = os.readv(file, [head, page])
         finally:
             os.close(file)
-        if num_bytes == _num_bytes(parts) and head == _head(block, parts):
+        if num_bytes == HEAD.size + page.nbytes and head == _head(block, page):
             return True
         log.warning("a damaged KV page file is deleted", extra={"file": str(path), "bytes": num_bytes})
         path.unlink(missing_ok=True)
         return False
 
-    def write(self, block: bytes, parts: Parts, used_at: float, depth: int) -> bool:
-        """Write the page of `block`. `depth`: number of blocks before it.
+    def write(self, block: bytes, page: memoryview, used_at: float, depth: int) -> bool:
+        """Write the KV of `block`. `depth`: number of blocks before it.
 
-        Returns: False if it was there. Raises: OSError.
+        Returns: False if there was a file. Raises: OSError.
         """
         path = self._path(block)
         if path.exists():
@@ -87,28 +94,23 @@ class PageFiles:
             self._sweep()
             self._until_sweep = int(self._max_bytes * SWEEP_SHARE)
         unfinished = path.with_name(path.name + self._suffix)
-        file = _create(unfinished)
         try:
-            try:
-                if os.writev(file, [_head(block, parts), *parts]) < _num_bytes(parts):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(file)
-            _set_used(unfinished, used_at, depth)
+            _fill(unfinished, _head(block, page), page)
             unfinished.rename(path)  # a reader finds the whole file or none
         except OSError as exc:
-            unfinished.unlink(missing_ok=True)
-            if exc.errno == errno.ENOSPC:
+            with suppress(OSError):  # the first error is the cause
+                unfinished.unlink()
+            if exc.errno in NO_SPACE:
                 self._sweep(is_full=True)
             raise
-        self._until_sweep -= _num_bytes(parts)
+        self._until_sweep -= HEAD.size + page.nbytes
+        _set_used(path, used_at, depth)
         return True
 
     def used(self, blocks: Sequence[bytes], used_at: float) -> None:
         """Record the use of a prompt's leading blocks. Raises: OSError."""
         for depth, block in enumerate(blocks):
-            with suppress(FileNotFoundError):
-                _set_used(self._path(block), used_at, depth)
+            _set_used(self._path(block), used_at, depth)
 
     def remove(self, block: bytes) -> None:
         """Raises: OSError."""
@@ -123,17 +125,17 @@ class PageFiles:
 
         `is_full`: the disk has no more room, so the files are at their limit.
         """
-        found = sorted((entry.stat().st_mtime, entry.stat().st_size, entry.path) for entry in _files(self._root))
+        found = sorted(_files(self._root))
         abandoned_at = time.time() - ABANDONED_S
         total = sum(size for _, size, _ in found)
         excess = total - int(min(self._max_bytes, total if is_full else self._max_bytes) * (1 - SWEEP_SHARE))
         deleted = 0
-        for modified_at, size, path in found:
-            if excess > 0 or (path.endswith(UNFINISHED) and modified_at < abandoned_at):
-                with suppress(FileNotFoundError):  # another worker deletes the same files
-                    Path(path).unlink()
-                excess -= size
-                deleted += 1
+        for used_at, size, path in found:
+            if excess > 0 or (path.endswith(UNFINISHED) and used_at < abandoned_at):
+                with suppress(OSError):  # another user's, or a disk that one may not write
+                    Path(path).unlink(missing_ok=True)  # another worker deletes the same files
+                    excess -= size
+                    deleted += 1
         log.debug("KV page files swept", extra={"found": len(found), "deleted": deleted})
 
 
@@ -153,26 +155,36 @@ def _create(path: Path) -> int:
         return os.open(path, flags, 0o600)
 
 
+def _fill(path: Path, head: bytes, page: memoryview) -> None:
+    file = _create(path)
+    try:
+        if os.writev(file, [head, page]) < HEAD.size + page.nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(file)
+
+
 def _set_used(path: Path, used_at: float, depth: int) -> None:
     modified_at = used_at - depth * DEPTH_S
-    os.utime(path, (modified_at, modified_at))
+    with suppress(FileNotFoundError):  # it was deleted
+        os.utime(path, (modified_at, modified_at))
 
 
-def _head(block: bytes, parts: Parts) -> bytes:
-    checksum = 0
-    for part in parts:
-        checksum = crc32(part, checksum)
-    return HEAD.pack(FORMAT, checksum, block)
+def _head(block: bytes, page: memoryview) -> bytes:
+    return HEAD.pack(FORMAT, crc32(page), block)
 
 
-def _num_bytes(parts: Parts) -> int:
-    return HEAD.size + sum(part.nbytes for part in parts)
-
-
-def _files(directory: Path) -> Iterator[os.DirEntry[str]]:
-    with suppress(FileNotFoundError), os.scandir(directory) as entries:
+def _files(directory: str | Path, names: Sequence[re.Pattern[str]] = NAMES) -> Iterator[tuple[float, int, str]]:
+    """Find the files of all layouts that this user can see. Yields: time of the last use, bytes, path."""
+    with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(Path(entry.path))
-            else:
-                yield entry
+            if names[0].fullmatch(entry.name) is None:
+                continue
+            if len(names) > 1:
+                yield from _files(entry.path, names[1:])
+                continue
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except OSError:  # another worker has deleted or renamed it
+                continue
+            yield found.st_mtime, found.st_size, entry.path

@@ -21,7 +21,7 @@ from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.kv.count import count_store_bytes
 from engine.kv.offloaded_pages import CopyPages
-from engine.kv.page_files import PageFiles, Parts
+from engine.kv.page_files import PageFiles
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,10 @@ class Staging:
     """Memory between the pool and files."""
 
     files: PageFiles
-    slots: Sequence[Parts]  # at least 2
+    slots: Sequence[memoryview]  # one page of all heads each; at least 2
 
 
-def open_staging(config: EngineConfig, layout: KvLayout, slots: Sequence[Parts]) -> Staging | None:
+def open_staging(config: EngineConfig, layout: KvLayout, slots: Sequence[memoryview]) -> Staging | None:
     """Open the files that the settings name, if any. Raises: WrongSettings."""
     if config.kv_store_dir is None:
         return None
@@ -194,7 +194,7 @@ class PageStore:
 class _Load:
     """Reads files of a batch into the first slots, on another thread."""
 
-    def __init__(self, files: PageFiles, blocks: Sequence[bytes], slots: Sequence[Parts]) -> None:
+    def __init__(self, files: PageFiles, blocks: Sequence[bytes], slots: Sequence[memoryview]) -> None:
         self._files = files
         self._blocks = blocks
         self._slots = slots

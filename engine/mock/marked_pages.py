@@ -17,7 +17,7 @@ from typing import Final
 from zlib import crc32
 
 from components.startup import WrongSettings
-from components.wire.layout import KvLayout, KvRegion, RankMemory, largest_shard, of_shard
+from components.wire.layout import KvLayout, KvRegion, RankMemory, largest_shard, of_shard, of_whole
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.runner.step_runner import StepFailed
@@ -41,16 +41,21 @@ class MarkedPages:
     Args:
         layout: layout of the first rank.
         num_others: pages after those of the pool, which peers cannot access.
+        num_slots: pages with the heads of all ranks; their ids come last.
         shared: whether followers' processes map their pools, by `descriptor`. The leader writes the marks of all ranks.
     Raises: WrongSettings, if there is not enough memory.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, num_others: int = 0, *, shared: bool = False) -> None:
+    def __init__(
+        self, layout: KvLayout, num_pages: int, num_others: int = 0, num_slots: int = 0, *, shared: bool = False
+    ) -> None:
         ranks = [of_shard(layout, rank, layout.shards) for rank in range(layout.shards)]
         pool_bytes = rank_bytes(layout, num_pages + num_others)
         num_bytes = pool_bytes * len(ranks)
+        slot_bytes = of_whole(layout).page_bytes
         try:
             self.descriptor, memory = _allocate(num_bytes, shared=shared)
+            _, slots = _allocate(max(1, num_slots * slot_bytes), shared=False)
         except (OSError, OverflowError) as exc:
             raise WrongSettings(
                 "settings engine.kv_memory_gb, engine.num_pages and engine.kv_offload_gb: no memory for KV pages of "
@@ -71,11 +76,19 @@ class MarkedPages:
             for i, head in enumerate(of_rank.heads)
             for place in (0, head_bytes - stripe_bytes)
         ]
+        # for the same marks: offset in slot 0, where several ranks may have the same head
+        self._slot_offsets = [
+            (head * head_bytes + place) // MARK.size
+            for of_rank in ranks
+            for head in of_rank.heads
+            for place in (0, head_bytes - stripe_bytes)
+        ]
         self._inner = self._places[1:-1]
         self._first_words = self._places[0][0]
         self._last_words, self._last_offset, self._last_head = self._places[-1]
-        self._bytes = memoryview(memory)
-        self._words = self._bytes[: num_bytes // MARK.size * MARK.size].cast("Q")
+        self._words = memoryview(memory)[: num_bytes // MARK.size * MARK.size].cast("Q")
+        self.slots = [memoryview(slots)[slot * slot_bytes : (slot + 1) * slot_bytes] for slot in range(num_slots)]
+        self._first_slot = num_pages + num_others
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._pool_bytes = pool_bytes
         self._num_pages = num_pages
@@ -132,25 +145,24 @@ class MarkedPages:
         return checksum
 
     def copy(self, source: int, target: int) -> None:
+        from_words, sources = self._marks_of(source)
+        to_words, targets = self._marks_of(target)
         for block in range(self._blocks):
             skipped = block * self._block_marks
-            for size, offset, _ in self._places:
-                self._words[target * size + skipped + offset] = self._words[source * size + skipped + offset]
-
-    def bytes_of(self, page: int) -> list[memoryview]:
-        """Return the bytes of a page of all ranks, in the order of its heads."""
-        layout, found = self._layout, dict[int, memoryview]()
-        for rank in range(layout.shards):
-            of_rank = of_shard(layout, rank, layout.shards)
-            first = rank * self._pool_bytes + page * of_rank.page_bytes
-            found.setdefault(of_rank.heads.start, self._bytes[first : first + of_rank.page_bytes])
-        return list(found.values())
+            for at, to in zip(sources, targets, strict=True):
+                to_words[to + skipped] = from_words[at + skipped]
 
     def marks(self, page: int, block: int) -> list[Mark]:
         """Return the marks of a block of `page`: two for each rank and head."""
         skipped = block * self._block_marks
         found = (self._words[page * size + skipped + offset] for size, offset, _ in self._places)
         return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
+
+    def _marks_of(self, page: int) -> tuple[memoryview, list[int]]:
+        """Return the words of the page's memory, and the indices of its first block's marks."""
+        if page < self._first_slot:
+            return self._words, [page * size + offset for size, offset, _ in self._places]
+        return self.slots[page - self._first_slot].cast("Q"), self._slot_offsets
 
     def _place(self, pages: Sequence[int], block: int) -> tuple[int, int]:
         """Return the block's page, and the number of words before the block in each stripe."""

@@ -37,10 +37,10 @@ def build_engine(
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
     layout = _layout(file, described, served_name(model), config)
     num_pages = count_pages(config, layout)
-    num_offloaded, num_staged = count_offloaded(config, layout), count_staging(config, layout)
+    num_offloaded = count_offloaded(config, layout)
     shared = config.tensor_parallel > 1 and bool(follower)
-    pages = MarkedPages(layout, num_pages, num_offloaded + num_staged, shared=shared)
-    slots = [pages.bytes_of(num_pages + num_offloaded + slot) for slot in range(num_staged)]
+    pages = MarkedPages(layout, num_pages, num_offloaded, count_staging(config, layout), shared=shared)
+    staging = open_staging(config, layout, pages.slots)
     processes, region = None, pages.region()
     if pages.descriptor is not None:
         processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
@@ -77,7 +77,7 @@ def build_engine(
         pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(region.device).tokens,
         window=config.mock.window or 0,
         num_offloaded=num_offloaded,
-        staging=open_staging(config, layout, slots),
+        staging=staging,
     )
 
 

@@ -318,10 +318,14 @@ def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
     run_machine(make, 20)
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 4), (4, 3)])
-def test_mock_instances_of_any_number_of_ranks_share_files(tmp_path: Path, ranks: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("heads", "ranks"),
+    [(4, (1, 2)), (4, (2, 1)), (4, (2, 4)), (4, (4, 3)), (2, (1, 4)), (2, (4, 4)), (2, (4, 1)), (1, (2, 2))],
+)
+def test_mock_instances_of_any_number_of_ranks_share_files(tmp_path: Path, heads: int, ranks: tuple[int, int]) -> None:
+    """With more ranks than heads, only one of the ranks with the same head got it from the file."""
     first, second = (
-        make_mock(tmp_path, {"kv_heads": 4}, tensor_parallel=each, kv_store_dir=tmp_path / "kv") for each in ranks
+        make_mock(tmp_path, {"kv_heads": heads}, tensor_parallel=each, kv_store_dir=tmp_path / "kv") for each in ranks
     )
     wanted = ask(first, FIRST).tokens
     first.close()

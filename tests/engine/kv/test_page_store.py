@@ -50,7 +50,7 @@ def block(number: int) -> bytes:
 def opened(root: Path, memory: Memory) -> Iterator[PageStore]:
     files = PageFiles(root, LAYOUT, 10**9)
     store = PageStore(
-        Staging(files, [[memoryview(page)] for page in memory.pages[POOL:]]), POOL, memory.page_of.get, memory.copy
+        Staging(files, [memoryview(page) for page in memory.pages[POOL:]]), POOL, memory.page_of.get, memory.copy
     )
     try:
         yield store
@@ -204,7 +204,7 @@ def test_closing_saves_what_waits_but_not_on_a_disk_that_hangs(tmp_path: Path, m
 
 
 def test_settings_open_a_store(tmp_path: Path) -> None:
-    slots: list[list[memoryview]] = []
+    slots: list[memoryview] = []
     assert open_staging(EngineConfig(), LAYOUT, slots) is None
     opened = open_staging(EngineConfig(kv_store_dir=tmp_path), LAYOUT, slots)
     assert opened is not None
