@@ -157,11 +157,13 @@ class PrefixCache:
         self._page_of[block] = to
         self._hash_of[to] = block
 
-    def forget(self, page: int) -> None:
+    def forget(self, page: int) -> bytes:
+        """Remove a page. Returns: its block."""
         block = self._hash_of.pop(page)
         del self._page_of[block]
         if self._records_events:
             self.events.append((block, False))
+        return block
 
     def take_events(self) -> list[CacheEvent]:
         taken, self.events = self.events, []
@@ -296,12 +298,10 @@ class PagePool:
         elif self._offloaded is not None and page >= self.num_pages:
             self._offloaded.drop(page)
 
-    def distrust(self, pages: Sequence[int]) -> None:
-        """Unpublish held pages whose KV may be wrong. Other holders must not publish them again."""
-        for page in pages:
-            if page in self._prefix:
-                self._prefix.forget(page)
+    def distrust(self, pages: Sequence[int]) -> list[bytes]:
+        """Unpublish held pages whose KV may be wrong. Other holders must not publish them again. Returns: their blocks."""
         self._broken.update(pages)
+        return [self._prefix.forget(page) for page in pages if page in self._prefix]
 
     def trusts(self, pages: Sequence[int]) -> bool:
         return not self._broken or self._broken.isdisjoint(pages)

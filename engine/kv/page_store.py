@@ -152,8 +152,7 @@ class PageStore:
     def remove(self, blocks: Sequence[bytes]) -> None:
         """Delete files whose KV may be wrong."""
         gone = set(blocks)
-        for entry in [entry for entry in self._unsaved if entry[0] in gone]:
-            self._unsaved.remove(entry)
+        self._unsaved = deque((entry for entry in self._unsaved if entry[0] not in gone), MAX_UNSAVED)
         for block in blocks:
             self._writer.run(partial(self._changed, self._files.remove, block))
 

@@ -311,8 +311,6 @@ class RequestMemory:
         if full > done:
             self._publish(request, done, full)
             request.num_published = full
-            if self.store is not None:
-                self._save(request, self.store, done, full)
         if self._kept_tokens and request.phase is not Phase.PREFILL:
             self._release_before_window(request)
 
@@ -321,9 +319,8 @@ class RequestMemory:
         hashes = self._hashes(request, request.num_published)
         for block in hashes:
             self.pool.forget(block)
-        if self.store is not None:
-            self.store.remove(hashes)
-        self.pool.distrust(request.pages[request.first_page :])
+        self._delete(hashes)
+        self._distrust(request)
         request.num_computed = 0
         request.num_published = 0
 
@@ -338,17 +335,27 @@ class RequestMemory:
 
     def _publish(self, request: Request, first: int, full: int) -> None:
         """Publish pages from `first` to `full`. If the request shares a broken page, its own pages may be broken, too."""
-        if self.pool.trusts(request.pages):
-            self.pool.publish(self._hashes(request, full)[first:], request.pages[first:full])
-        else:
-            self.pool.distrust(request.pages[request.first_page :])
+        if not self.pool.trusts(request.pages):
+            self._distrust(request)
+            return
+        self.pool.publish(self._hashes(request, full)[first:], request.pages[first:full])
+        if self.store is not None:
+            self._save(request, self.store, full)
 
-    def _save(self, request: Request, store: PageStore, first: int, full: int) -> None:
-        """Let the store save pages that were computed here. Prefill saves the others."""
+    def _save(self, request: Request, store: PageStore, full: int) -> None:
+        """Let the store save new pages that were computed here. Prefill saves those of its prompts."""
+        first = request.num_published
         if request.disaggregated:
             first = max(first, request.prompt_len // self.page_size)
-        if first < full and request.phase is not Phase.EMBED and self.pool.trusts(request.pages):
+        if first < full and request.phase is not Phase.EMBED:
             store.add(self._hashes(request, full)[first:], request.used_at, first)
+
+    def _distrust(self, request: Request) -> None:
+        self._delete(self.pool.distrust(request.pages[request.first_page :]))
+
+    def _delete(self, blocks: Sequence[bytes]) -> None:
+        if self.store is not None and blocks:
+            self.store.remove(blocks)
 
     def num_cached(self, blocks: Sequence[bytes]) -> int:
         """Return the number of leading tokens that need no computation. Other threads may call this for an estimate."""

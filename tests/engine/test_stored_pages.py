@@ -23,7 +23,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from engine.scheduler import scheduler
 from tests.engine.mock_engine import make_mock
-from tests.engine.oracle import guided, texts_of
+from tests.engine.oracle import at_no_cost, guided, texts_of
 from tests.engine.test_engine_stateful import PAGES_OF, run_machine
 from tests.engine.tiny_engine import (
     Seen,
@@ -215,6 +215,22 @@ def test_kv_that_may_be_broken_is_deleted(tiny: LoadedModel, tmp_path: Path) -> 
     assert num_files(tmp_path) == before - 6
 
 
+def test_kv_that_was_computed_from_broken_kv_is_deleted_too(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Requests that share a page with a broken one kept their files, though not their pages in memory."""
+    with opened(tiny, tmp_path) as engine:
+        ask(engine, FIRST)
+        for name, text in (("bad", FIRST), ("other", [*FIRST[:64], *prompt(60, start=3)])):
+            engine.submit(EngineRequest(name, text, greedy(9, ignore_eos=True)))
+        live = engine._requests._live
+        while not live["other"].has_begun:
+            engine.step()
+        wait_until(lambda: num_files(tmp_path) == 10)
+        engine._memory.forget(live["bad"])
+        engine.cancel("bad")
+        run_until_idle(engine)
+    assert num_files(tmp_path) == 1, "only the first answer's page is left"
+
+
 def test_a_preempted_request_loads_what_it_computed(tiny: LoadedModel, tmp_path: Path) -> None:
     requests = [EngineRequest(f"r{i}", prompt(40, start=i), greedy(60, ignore_eos=True)) for i in range(4)]
     sizes = {"num_pages": 14, "max_running": 4, "reserve_tokens": 0}
@@ -261,6 +277,16 @@ def test_pages_of_drafts_are_saved_with_the_tokens_that_were_accepted(tiny: Load
     with opened(tiny, tmp_path) as engine:
         text = [*FIRST, *wanted.tokens["r0"], 9, 9]
         assert ask(engine, text).tokens == ask(make_engine(tiny), text).tokens
+
+
+def test_the_last_page_is_saved_though_drafts_filled_it(tiny: LoadedModel, tmp_path: Path) -> None:
+    """Accepted drafts of the last step got their KV after the step's pages had been saved."""
+    long = structs.replace(SEEDED, max_tokens=29)
+    wanted = ask(make_engine(tiny), FIRST, sampling=long)
+    with opened(tiny, tmp_path, pipeline="off") as engine:
+        seen = ask(at_no_cost(guided(engine, texts_of(wanted, {"r0": FIRST}))), FIRST, sampling=long)
+        assert seen.steps[-1].accepted_tokens > 20
+    assert num_files(tmp_path) == 8
 
 
 @pytest.mark.anyio
