@@ -20,7 +20,7 @@ class OffloadedPages:
         count: int,
         *,
         rename: Callable[[int, int], None],
-        forget: Callable[[int], None],
+        forget: Callable[[int], object],
         copy_pages: CopyPages,
     ) -> None:
         """`first`: the lowest id. `rename`, `forget`: functions of the prefix cache."""

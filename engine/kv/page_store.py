@@ -26,8 +26,7 @@ from engine.kv.page_files import PageFiles
 log = logging.getLogger(__name__)
 
 LOADED_TOGETHER: Final = 16  # pages
-# How long the engine waits for the files of a batch. Computing them takes longer on a CPU, and seldom much less on a GPU.
-LOAD_S: Final = 1.0
+LOAD_S: Final = 1.0  # how long a step waits for files; a worker is lost after 2 s of silence
 CLOSE_S: Final = 5.0
 MAX_UNSAVED: Final = 1 << 16  # blocks; of more, the oldest are not saved
 SAVED_TOGETHER: Final = 32  # pages copied in one step, which waits for them
@@ -79,6 +78,7 @@ class PageStore:
         self.num_loaded = 0
         self.num_saved = 0
         self.loading_s = 0.0  # time that the engine waited for files
+        self._waited_s = 0.0  # of it in this step
 
     @property
     def num_unsaved(self) -> int:
@@ -88,15 +88,17 @@ class PageStore:
         return bool(self._unsaved and self._free)
 
     def load(self, blocks: Sequence[bytes], pages: Sequence[int]) -> int:
-        """Fill pages of the pool. Returns: for how many leading blocks there were files."""
+        """Fill pages of the pool. Returns: how many leading blocks were loaded, of those with files."""
         loaded = 0
-        while loaded < len(blocks) and (self._load is None or self._load.done.is_set()):
+        while loaded < len(blocks) and self._may_load():
             batch = blocks[loaded : loaded + len(self._loading)]
             self._load = load = _Load(self._files, batch, self._slots)
             self._reader.run(load)
             started = perf_counter()
-            in_time = load.done.wait(LOAD_S)
-            self.loading_s += perf_counter() - started
+            in_time = load.done.wait(LOAD_S - self._waited_s)
+            waited_s = perf_counter() - started
+            self.loading_s += waited_s
+            self._waited_s += waited_s
             if not in_time:
                 self._warn("KV page files are read too slowly; prompts are computed instead", None)
                 break
@@ -128,7 +130,8 @@ class PageStore:
         self._unsaved.extend((block, used_at, at) for at, block in enumerate(blocks, depth))
 
     def save(self) -> None:
-        """Copy pages that wait into free slots, from which the writer takes them."""
+        """Copy pages that wait into free slots, from which the writer takes them. Call it at the end of each step."""
+        self._waited_s = 0.0
         taken: list[tuple[int, Callable[[], None]]] = []
         moves: list[tuple[int, int]] = []
         while self.can_save() and len(moves) < SAVED_TOGETHER:
@@ -167,6 +170,10 @@ class PageStore:
                     sleep(FULL_LOOK_S)
         self._writer.close(until)
         self._reader.close(until)
+
+    def _may_load(self) -> bool:
+        """Whether this step has time left, and the files of an earlier one have arrived."""
+        return self._waited_s < LOAD_S and (self._load is None or self._load.done.is_set())
 
     def _write(self, slot: int, block: bytes, used_at: float, depth: int) -> None:
         try:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from time import time
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,29 @@ def test_a_slow_disk_delays_a_prompt_once_and_is_used_again_when_it_responds(
         wait_until(lambda: store.load(blocks, [20, 21, 22, 23]) == 4)
     assert [memory.contents(page) for page in (10, 11, 20, 23)] == [0, 0, 0, 3]
     assert caplog.text.count("KV page files are read too slowly") == 1
+
+
+def test_a_step_waits_for_a_slow_disk_one_second_whatever_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waited a second for each 16 files and each request. So a long prompt stopped the engine for a minute, and other
+    processes took the worker for dead."""
+    save(tmp_path, range(40))
+    now_s, read = 0.0, PageFiles.read
+
+    def slowly(*args: Any) -> bool:
+        nonlocal now_s
+        now_s += 0.04
+        return read(*args)
+
+    monkeypatch.setattr(page_store, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(PageFiles, "read", slowly)
+    blocks = [block(number) for number in range(40)]
+    with opened(tmp_path, Memory(64)) as store:
+        assert store.load(blocks, range(40)) == 32
+        assert store.load(blocks[:1], [0]) == 0
+        store.save()  # the next step
+        assert store.load(blocks[32:], range(32, 40)) == 8
 
 
 @pytest.mark.parametrize("method", ["read", "write"])
