@@ -93,16 +93,14 @@ class PageFiles:
         if self._until_sweep <= 0:
             self._sweep()
             self._until_sweep = int(self._max_bytes * SWEEP_SHARE)
-        unfinished = path.with_name(path.name + self._suffix)
+        head = _head(block, page)
         try:
-            _fill(unfinished, _head(block, page), page)
-            unfinished.rename(path)  # a reader finds the whole file or none
+            self._put(path, head, page)
         except OSError as exc:
-            with suppress(OSError):  # the first error is the cause
-                unfinished.unlink()
-            if exc.errno in NO_SPACE:
-                self._sweep(is_full=True)
-            raise
+            if exc.errno not in NO_SPACE:
+                raise
+            self._sweep(is_full=True)
+            self._put(path, head, page)  # or the prompt's later blocks would be of no use
         self._until_sweep -= HEAD.size + page.nbytes
         _set_used(path, used_at, depth)
         return True
@@ -115,6 +113,16 @@ class PageFiles:
     def remove(self, block: bytes) -> None:
         """Raises: OSError."""
         self._path(block).unlink(missing_ok=True)
+
+    def _put(self, path: Path, head: bytes, page: memoryview) -> None:
+        unfinished = path.with_name(path.name + self._suffix)
+        try:
+            _fill(unfinished, head, page)
+            unfinished.rename(path)  # a reader finds the whole file or none
+        except OSError:
+            with suppress(OSError):  # the first error is the cause
+                unfinished.unlink()
+            raise
 
     def _path(self, block: bytes) -> Path:
         name = block.hex()
