@@ -70,6 +70,7 @@ class PageStore:
         loading = min(LOADED_TOGETHER, len(staging.slots) // 2)
         self._loading = range(loading)
         self._free = deque(range(loading, len(staging.slots)))  # for saving; the writer appends
+        self._num_saving = len(self._free)
         self._unsaved: deque[tuple[bytes, float, int]] = deque(maxlen=MAX_UNSAVED)
         self._used: OrderedDict[bytes, float] = OrderedDict()  # last blocks of prefixes
         self._load: _Load | None = None  # the latest
@@ -82,7 +83,8 @@ class PageStore:
 
     @property
     def num_unsaved(self) -> int:
-        return len(self._unsaved)
+        """Number of pages without a file yet, with those in slots."""
+        return len(self._unsaved) + self._num_saving - len(self._free)
 
     def can_save(self) -> bool:
         return bool(self._unsaved and self._free)

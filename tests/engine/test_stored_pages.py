@@ -293,7 +293,10 @@ def test_the_last_page_is_saved_though_drafts_filled_it(tiny: LoadedModel, tmp_p
 async def test_an_idle_engine_saves_the_rest(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More pages wait than there are slots, and no request comes that would make a step."""
+    """More pages wait than there are slots, and no request comes that would make a step.
+
+    The number of saved pages did not include those that were written after the last step.
+    """
     writes, write = threading.Event(), PageFiles.write
     monkeypatch.setattr(PageFiles, "write", lambda *args: writes.wait() and write(*args))
     monkeypatch.setattr("engine.kv.count.STAGED_PAGES", range(2, 4))
@@ -304,6 +307,7 @@ async def test_an_idle_engine_saves_the_rest(
         await until(lambda: loop.stats.unsaved_pages >= 4)
         writes.set()
         await until(lambda: num_files(tmp_path) == 6)
+        await until(lambda: (loop.stats.saved_pages, loop.stats.unsaved_pages) == (6, 0))
     finally:
         await loop.stop()
 
