@@ -170,8 +170,8 @@ class PageStore:
                     self.save()
                 else:
                     sleep(FULL_LOOK_S)
+        self._reader.close(0.0)  # nothing depends on it
         self._writer.close(until)
-        self._reader.close(until)
 
     def _may_load(self) -> bool:
         """Whether this step has time left, and the files of an earlier one have arrived."""

@@ -227,6 +227,17 @@ def test_closing_saves_what_waits_but_not_on_a_disk_that_hangs(tmp_path: Path, m
     hangs.set()
 
 
+def test_closing_does_not_wait_for_files_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker of a mesh with such a disk took five seconds to end, one after the other."""
+    hangs = threading.Event()
+    monkeypatch.setattr(PageFiles, "read", lambda *_args: hangs.wait())
+    monkeypatch.setattr(page_store, "LOAD_S", 0.01)
+    monkeypatch.setattr(page_store, "CLOSE_S", 300.0)
+    with opened(tmp_path, Memory(4)) as store:
+        assert store.load([block(1)], [1]) == 0
+    hangs.set()
+
+
 def test_settings_open_a_store(tmp_path: Path) -> None:
     slots: list[memoryview] = []
     assert open_staging(EngineConfig(), LAYOUT, slots) is None
