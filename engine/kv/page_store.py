@@ -196,7 +196,8 @@ class PageStore:
         now = monotonic()
         if now - self._warned_at >= REPORT_S:
             self._warned_at = now
-            log.warning(text, extra={} if error is None else {"error": str(error)})
+            facts = {} if error is None else {"error": str(error)}
+            log.warning(text, extra={"directory": str(self._files.directory), **facts})
 
 
 class _Load:
