@@ -39,10 +39,10 @@ def count_staging(config: EngineConfig, layout: KvLayout) -> int:
 
 def count_store_bytes(config: EngineConfig, layout: KvLayout) -> int:
     """Return the limit of all files of pages. Raises: WrongSettings, if kv_store_gb holds no page."""
-    page_bytes = of_whole(layout).page_bytes
+    whole = of_whole(layout)
     return (
-        _held_by(STORE_GB if config.kv_store_gb is None else config.kv_store_gb, of_whole(layout), "kv_store_gb")
-        * page_bytes
+        _held_by(STORE_GB if config.kv_store_gb is None else config.kv_store_gb, whole, "kv_store_gb")
+        * whole.page_bytes
     )
 
 

@@ -32,6 +32,7 @@ MAX_UNSAVED: Final = 1 << 16  # blocks; of more, the oldest are not saved
 SAVED_TOGETHER: Final = 32  # pages copied in one step, which waits for them
 USED_AGAIN_S: Final = 60.0  # a prefix that is used more often is not recorded again
 MAX_USED: Final = 1 << 12  # prefixes
+MAX_QUEUED: Final = 32  # calls that the writer has not begun; behind more of them, no use is recorded
 REPORT_S: Final = 60.0  # interval of warnings
 FULL_LOOK_S: Final = 1e-3  # polling interval for a free slot
 
@@ -116,14 +117,15 @@ class PageStore:
         return loaded
 
     def used(self, blocks: Sequence[bytes], used_at: float) -> None:
-        """Record that a prompt begins with these blocks."""
+        """Record that a prompt begins with these blocks, unless the writer is late: a disk may take longer than requests."""
         if not blocks:
             return
-        last = self._used.pop(blocks[-1], None)
-        if last is None or used_at - last >= USED_AGAIN_S:
-            last = used_at
-            self._writer.run(partial(self._changed, self._files.used, list(blocks), used_at))
-        self._used[blocks[-1]] = last
+        last = self._used.get(blocks[-1])
+        if (last is not None and used_at - last < USED_AGAIN_S) or self._writer.num_queued >= MAX_QUEUED:
+            return
+        self._writer.run(partial(self._changed, self._files.used, list(blocks), used_at))
+        self._used[blocks[-1]] = used_at
+        self._used.move_to_end(blocks[-1])
         if len(self._used) > MAX_USED:
             self._used.popitem(last=False)
 
@@ -230,6 +232,10 @@ class Background:
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def num_queued(self) -> int:
+        return self._calls.qsize()
 
     def run(self, call: Callable[[], object]) -> None:
         self._calls.put(call)

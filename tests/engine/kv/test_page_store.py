@@ -213,6 +213,28 @@ def test_a_use_is_recorded_once_a_minute(tmp_path: Path, monkeypatch: pytest.Mon
     assert recorded == [100.0, 160.0, 170.0]
 
 
+def test_uses_do_not_queue_up_behind_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network's file system takes a message for each block. So requests queued more than it could record, and pages
+    were saved later and later."""
+    responds = threading.Event()
+    recorded: list[bytes] = []
+
+    def used(_files: PageFiles, blocks: Sequence[bytes], _used_at: float) -> None:
+        responds.wait()
+        recorded.extend(blocks)
+
+    monkeypatch.setattr(PageFiles, "used", used)
+    with opened(tmp_path, Memory(8)) as store:
+        for number in range(1000):
+            store.used([block(number)], 100.0)
+        responds.set()
+        wait_until(lambda: len(recorded) >= page_store.MAX_QUEUED)
+        wait_until(lambda: not store._writer.num_queued)
+        store.used([block(999)], 101.0)
+    assert len(recorded) <= page_store.MAX_QUEUED + 2
+    assert recorded[-1] == block(999)
+
+
 def test_closing_saves_what_waits_but_not_on_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Memory(4)
     with opened(tmp_path, memory) as store:
