@@ -12,9 +12,9 @@ from tests.engine.device.counted_memory import CountedMemory
 BYTES: Final = "MEASURED_FOLLOWER_BYTES"
 
 
-def measured(loaded: Any, config: Any, progress: Any) -> Any:
+def measured(loaded: Any, config: Any, progress: Any, *, shared: int | None) -> Any:
     with CountedMemory(int(os.environ[BYTES]), loaded) as memory:
-        return make_parts(loaded, config, progress, memory)
+        return make_parts(loaded, config, progress, memory, shared=shared)
 
 
 if __name__ == "__main__":
