@@ -233,6 +233,7 @@ class Scheduler:
         if request.phase is Phase.DECODE:
             if request.may_load:  # once, because prefill sends the other pages
                 self.memory.load(request, LOADED_BESIDE_DECODES if self.running else ALL_PAGES)
+                request.may_load = False
             request.advance(RequestState.RESERVED)
             insort(self.reserved, request, key=by_rank)
         else:

@@ -190,6 +190,26 @@ def test_a_step_with_decodes_loads_a_few_pages_only(
         assert (reserved.num_computed, reserved.num_cached_tokens) == (64, 64)
 
 
+def test_branches_of_a_reservation_compute_no_more_than_their_last_tokens(
+    tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reservation that had not loaded all files passed that on to its branches. They lost the tokens after the last
+    full page."""
+    monkeypatch.setattr(scheduler, "LOADED_BESIDE_DECODES", 4)
+    ids = prompt(204)
+    with opened(tiny, tmp_path) as engine:
+        ask(engine, ids)
+    with opened(tiny, tmp_path) as engine:
+        engine.submit(EngineRequest("decode", prompt(5), greedy(60, ignore_eos=True)))
+        engine.step()
+        engine.submit(EngineRequest("d", ids, structs.replace(SEEDED, n=2), Phase.DECODE))
+        while "d" not in {exposed.request_id for exposed in engine.step().reserved}:
+            pass
+        engine.deliver("d", 7)
+        seen = run_until_idle(engine)
+        assert sum(stats.prompt_tokens for stats in seen.steps) == 2
+
+
 def test_a_moved_request_continues_with_the_files_of_a_lost_worker(tiny: LoadedModel, tmp_path: Path) -> None:
     wanted = ask(make_engine(tiny), FIRST, sampling=structs.replace(SEEDED, max_tokens=60)).tokens["r0"]
     with opened(tiny, tmp_path) as lost:
