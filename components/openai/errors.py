@@ -80,6 +80,8 @@ WHY_NO_KV: Final[dict[str, str]] = {  # by `KvUnavailable.fields["cause"]`
     e.DeadlineExceeded.__name__: "it took too long.",
     e.PrefillLost.__name__: "the instance was lost.",
     e.StaleInstance.__name__: "the instance was lost.",
+    e.NobodyListens.__name__: "the instance was lost.",
+    e.ListenerGone.__name__: "the instance was lost.",
     e.NoBootstrapInstance.__name__: "no bootstrap instance is available.",
     e.Overloaded.__name__: "the instance is full.",
     e.QueueFull.__name__: "the instance is full.",

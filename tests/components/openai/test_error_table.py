@@ -45,6 +45,8 @@ def test_an_internal_error_reveals_nothing(cls: type[MeshError]) -> None:
     [
         ("KvCorrupt", "it was corrupted on the way."),
         ("DeadlineExceeded", "it took too long."),
+        ("PrefillLost", "the instance was lost."),
+        ("ListenerGone", "the instance was lost."),  # it was killed before it got the offer of pages
         ("New", "the transfer failed."),
     ],
 )
