@@ -10,7 +10,7 @@ from typing import Final
 from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
-PROTOCOL_FILE: Final = "components/wire/codec.py"
+PROTOCOL_FILES: Final = ("components/wire/codec.py", "components/wire/protocol.py")  # the second one until f11ad086
 PROTOCOL: Final = re.compile(r"^PROTOCOL: Final = (\d+)", re.MULTILINE)
 NO_HISTORY: Final = (
     "needs the history of this repository: `git fetch --unshallow` brings it, or name a commit with EARLIER"
@@ -29,8 +29,8 @@ def oldest_of_this_protocol() -> str:
 
 
 def protocol_of(commit: str) -> int:
-    found = PROTOCOL.search(_git("show", f"{commit}:{PROTOCOL_FILE}").decode())
-    assert found is not None, f"{PROTOCOL_FILE} of {commit} names no protocol"
+    found = PROTOCOL.search(_git("grep", "-h", "^PROTOCOL: Final", commit, "--", *PROTOCOL_FILES).decode())
+    assert found is not None, f"{commit} names no protocol in {' or '.join(PROTOCOL_FILES)}"
     return int(found[1])
 
 
@@ -43,7 +43,7 @@ def unpack(commit: str, folder: Path) -> Path:
 
 def _oldest_of_this_protocol() -> str:
     oldest, here = "", protocol_of("HEAD")
-    for commit in _git("log", "--first-parent", "--format=%H", "HEAD", "--", PROTOCOL_FILE).decode().split():
+    for commit in _git("log", "--first-parent", "--format=%H", "HEAD", "--", *PROTOCOL_FILES).decode().split():
         if protocol_of(commit) != here:
             break
         oldest = commit
