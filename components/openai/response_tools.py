@@ -71,13 +71,13 @@ class CustomTool(Strict):
     ) = None
 
     def as_function(self) -> dict[str, Any]:
-        told = [self.description] if self.description else []
+        texts = [self.description] if self.description else []
         text = {"type": "string"}
         if isinstance(self.format, GrammarFormat):
-            told.append(f"The input must follow this {self.format.syntax} grammar:\n{self.format.definition}")
+            texts.append(f"The input must follow this {self.format.syntax} grammar:\n{self.format.definition}")
             if self.format.syntax == "regex":
                 text["pattern"] = f"^(?:{self.format.definition})$"
-        about = {"description": "\n\n".join(told)} if told else {}
+        about = {"description": "\n\n".join(texts)} if texts else {}
         parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
         return {"name": self.name, "parameters": {**parameters, "additionalProperties": False}, **about}
 

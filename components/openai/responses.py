@@ -184,7 +184,7 @@ class ResponsesRequest(ResponsePrompt):
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
-    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None  # of hosted tools, which there are none of
+    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None  # of hosted tools; there are none
     client_metadata: dict[str, JsonValue] | None = None  # Codex's; ignored
     # not supported yet
     service_tier: Annotated[JsonValue, only("auto", "default", "flex", "priority")] = None  # served alike

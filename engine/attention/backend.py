@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 from transformers import AttentionInterface
 
-from engine.attention.latent import attended_values, keeps_latents, latent_queries
+from engine.attention.latent import LATENT, attended_values, latent_queries
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # for `from_pretrained(attn_implementation=...)`
@@ -76,7 +76,7 @@ def attend_paged(
         asked = ", ".join(sorted(unknown)) or "a mask"
         raise UnsupportedModel(f"{type(module).__name__} asks attention for {asked}")
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0)
-    if not keeps_latents(module):
+    if not hasattr(module, LATENT):
         return step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux), None
     query = latent_queries(module, query)
     attended = step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux)

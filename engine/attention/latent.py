@@ -16,6 +16,7 @@ from torch import Tensor
 
 EXPAND: Final = "expand_kv"  # the method of transformers' modules that computes keys and values from latents
 EXPANSION: Final = "kv_b_proj"  # the layer with its weights
+LATENT: Final = "of_queries"  # attribute of the modules that attend to latents
 
 
 def latent_size(config: Any) -> int:
@@ -53,10 +54,6 @@ def _latents(_layer: Any, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tens
     """Return [1, 1, T, latent_size] as the key and as the value, whose rotated part is not used."""
     key = torch.cat((latent, rotated), dim=-1)
     return key, key
-
-
-def keeps_latents(layer: Any) -> bool:
-    return hasattr(layer, "of_queries")
 
 
 def latent_queries(layer: Any, query: Tensor) -> Tensor:

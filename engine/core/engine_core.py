@@ -213,14 +213,11 @@ class EngineCore:
         self._runner.close()
 
     def has_work(self) -> bool:
-        if self._scheduler.has_work() or self._flight is not None or self._memory.prefix.events:
-            return True
-        return self._memory.store is not None and self._memory.store.can_save()
+        waits = self._scheduler.has_work() or self._memory.can_save()
+        return waits or self._flight is not None or bool(self._memory.prefix.events)
 
     def computes(self) -> bool:
-        if self._flight is not None or self._scheduler.computes():
-            return True
-        if self._memory.store is not None and self._memory.store.can_save():
+        if self._flight is not None or self._scheduler.computes() or self._memory.can_save():
             return True
         return self._admission_copies and self._scheduler.would_reserve()
 

@@ -261,7 +261,7 @@ class RequestMemory:
     def load(self, request: Request, most: int) -> int:
         """Fill up to `most` pages after the cached ones from files. Call it before a step computes the request.
 
-        Returns: how many were filled. `may_load` tells whether another call may fill more.
+        Returns: how many were filled. If `may_load` is still true, another call may fill more.
         """
         assert self.store is not None
         assert request.in_flight is None, "its pages are being written"
@@ -341,6 +341,9 @@ class RequestMemory:
         self.pool.publish(self._hashes(request, full)[first:], request.pages[first:full])
         if self.store is not None:
             self._save(request, self.store, full)
+
+    def can_save(self) -> bool:
+        return self.store is not None and self.store.can_save()
 
     def _save(self, request: Request, store: PageStore, full: int) -> None:
         """Let the store save new pages that were computed here. Prefill saves those of its prompts."""

@@ -17,8 +17,7 @@ from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, Req
 
 log = logging.getLogger(__name__)
 
-# Pages that a step with decodes loads from files: they take it some milliseconds.
-LOADED_BESIDE_DECODES: Final = 32
+LOADED_BESIDE_DECODES: Final = 32  # pages that such a step may load from files, which takes milliseconds
 ALL_PAGES: Final = 1 << 40
 MAX_OVERTAKEN_PROMPTS: Final = 64  # by a DECODE request in the queue
 MAX_LOGPROBS_CHUNK: Final = 1024  # tokens, because each has a row of logits, as wide as the vocabulary
@@ -130,7 +129,7 @@ class Scheduler:
         while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
             if following.may_load:
                 loadable -= self.memory.load(following, loadable)
-                if following.may_load:  # it goes on in the next step
+                if following.may_load:  # the next step loads more
                     continue
             start, pending = following.upcoming
             most = MAX_LOGPROBS_CHUNK if following.reads_logits else self._max_step_tokens

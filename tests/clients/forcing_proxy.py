@@ -1,4 +1,4 @@
-"""A proxy that makes the model call one tool in an agent's first turn, because a mock calls none by itself."""
+"""A proxy that requires a tool call in an agent's first turn, because a mock engine rarely makes one."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -10,8 +10,9 @@ import torch
 from components.wire.sampling import SamplingParams
 from engine.build import assemble, prepare_model
 from engine.compilation import device
+from engine.core.engine_core import EngineCore
 from engine.model.progress import silent
-from engine.parts import make_parts
+from engine.parts import Pool, make_parts
 from engine.ports import EngineRequest
 from tests.engine.parallel.led import led
 from tests.engine.simulated.simulated_cuda import simulated_cuda
@@ -62,14 +63,19 @@ def expected_again(tiny_dir: Path) -> dict[str, list[int]]:
     return run(make_engine(load_tiny(tiny_dir)), AGAIN).tokens
 
 
+def on_device(directory: Path, home: Path, **changes: object) -> tuple[EngineCore, Pool]:
+    """An engine on the simulated device, with the forward and the pages that a worker has there."""
+    config = small(**{**GPU, **SIZES, **changes})
+    loaded = prepare_model(str(directory), config, home)
+    parts = make_parts(loaded, config, silent)
+    return assemble(loaded, config, parts.model.forward, parts.pool), parts.pool
+
+
 @pytest.mark.parametrize("pipeline", ["off", "on"])
 def test_steps_from_graphs_give_the_tokens_of_the_cpu_and_wait_for_nothing(
     tiny_dir: Path, tmp_path: Path, expected: dict[str, list[int]], gpu: SimulatedDevice, pipeline: str
 ) -> None:
-    config = small(**GPU, **SIZES, pipeline=pipeline)
-    loaded = prepare_model(str(tiny_dir), config, tmp_path)
-    parts = make_parts(loaded, config, silent)
-    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    engine, _ = on_device(tiny_dir, tmp_path, pipeline=pipeline)
     assert engine.kv_region.device == "cuda:0"
     gpu.waits.clear()
     gpu.launches.clear()
@@ -93,10 +99,7 @@ def test_two_devices_give_the_tokens_of_one(
 def test_pages_leave_the_device_for_files_and_come_back(
     tiny_dir: Path, tmp_path: Path, expected_again: dict[str, list[int]], gpu: SimulatedDevice
 ) -> None:
-    config = small(**{**GPU, **SIZES, "num_pages": 6, "reserve_tokens": 0, "kv_store_dir": tmp_path / "kv"})
-    loaded = prepare_model(str(tiny_dir), config, tmp_path)
-    parts = make_parts(loaded, config, silent)
-    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    engine, pool = on_device(tiny_dir, tmp_path, num_pages=6, reserve_tokens=0, kv_store_dir=tmp_path / "kv")
     seen = Seen()
     for request in AGAIN:
         engine.submit(request)
@@ -105,7 +108,7 @@ def test_pages_leave_the_device_for_files_and_come_back(
     engine.close()
     assert seen.tokens == expected_again
     assert seen.cached["r4"] == 48
-    assert gpu.registered == {parts.pool.staging.data_ptr()}
+    assert gpu.registered == {pool.staging.data_ptr()}
 
 
 def test_evicted_pages_leave_the_device_and_come_back(
@@ -113,10 +116,7 @@ def test_evicted_pages_leave_the_device_and_come_back(
 ) -> None:
     """Copies to and from registered memory do not wait one by one, but have ended before the next step."""
     page_bytes = 2 * 2 * 16 * 32 * 4  # layers, K and V, tokens, values of all heads in fp32
-    config = small(**{**GPU, **SIZES, "num_pages": 6, "reserve_tokens": 0, "kv_offload_gb": 20 * page_bytes / 1e9})
-    loaded = prepare_model(str(tiny_dir), config, tmp_path)
-    parts = make_parts(loaded, config, silent)
-    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    engine, pool = on_device(tiny_dir, tmp_path, num_pages=6, reserve_tokens=0, kv_offload_gb=20 * page_bytes / 1e9)
     seen = Seen()
     for request in AGAIN:
         engine.submit(request)
@@ -124,5 +124,5 @@ def test_evicted_pages_leave_the_device_and_come_back(
     assert seen.steps[-1].restored_pages > 0
     assert seen.cached["r4"] == 48
     assert seen.tokens == expected_again
-    assert parts.pool.offloaded.shape == (20, 2, 2, 2, 16, 16)
-    assert gpu.registered == {parts.pool.offloaded.data_ptr()}
+    assert pool.offloaded.shape == (20, 2, 2, 2, 16, 16)
+    assert gpu.registered == {pool.offloaded.data_ptr()}
