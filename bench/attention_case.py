@@ -18,7 +18,7 @@ SPARE_PAGES: Final = 3
 PLAIN: Final = Scoring(0.3)
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-MakeBackend = Callable[[torch.Tensor, KvLayout, int, StepLimits], AttentionBackend]
+MakeBackend = Callable[..., AttentionBackend]  # takes pool, layout, query group, limits, and the dtype of queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,13 @@ class AttentionCase:
     page_size: int = 16
     head_dim: int = 16
     sinks: bool = False
+    eight_bits: bool = False  # pages hold 8-bit floats
 
     @property
     def layout(self) -> KvLayout:
         return KvLayout(
             model="random",
-            dtype=self.dtype,
+            dtype="fp8_e4m3" if self.eight_bits else self.dtype,
             page_size=self.page_size,
             layers=LAYERS,
             kv_heads=self.kv_heads,
@@ -64,24 +65,26 @@ class Outcome:
         shuffled = iter(torch.randperm(pages, generator=draw, device=device).tolist())
         self.tables = [[next(shuffled) for _ in range(count)] for count in counts]
         self.pool = normal(pages, case.kv_heads, LAYERS, 2, case.page_size, case.head_dim)
+        self.pool = self.pool.to(TORCH_DTYPES[case.layout.dtype])
         self.before = self.pool.clone()
         total = sum(case.query_lens)
         # transformers' strides: tokens outermost
         self.query = normal(1, total, case.kv_heads * case.group, case.head_dim).transpose(1, 2)
         self.key, self.value = (normal(1, total, case.kv_heads, case.head_dim).transpose(1, 2) for _ in range(2))
         self.sinks = normal(case.kv_heads * case.group) * 3 if case.sinks else None
-        self.backend = make(self.pool, case.layout, case.group, case.limits)
+        self.backend = make(self.pool, case.layout, case.group, case.limits, dtype=self.query.dtype)
         step = self.backend.plan(StepShape(case.query_lens, case.context_lens, self.tables))
         self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring, sinks=self.sinks)
 
     def check(self) -> float:
         """Return the largest error. Raises: AssertionError, if it is too large or the pool is wrong."""
         first, worst = 0, 0.0
-        after = self.before.clone()
+        before = self.before.to(self.query.dtype)
+        after = before.clone()
         for length, context, table in zip(self.case.query_lens, self.case.context_lens, self.tables, strict=True):
             new = slice(first, first + length)
-            stood = _in_order(self.before, table)
-            kv = torch.stack([self.key[0, :, new], self.value[0, :, new]])
+            stood = _in_order(before, table)
+            kv = torch.stack([self.key[0, :, new], self.value[0, :, new]]).to(self.pool.dtype).to(before.dtype)
             keys, values = torch.cat([stood[:, :, : context - length], kv], 2)
             expected = written_out(self.query[0, :, new], keys, values, self.case.scoring, self.sinks)
             error = (self.out[0, new].double() - expected).abs().max().item()
@@ -91,7 +94,7 @@ class Outcome:
                 page, offset = table[position // self.case.page_size], position % self.case.page_size
                 after[page, :, LAYER, :, offset] = kv[:, :, i].transpose(0, 1)
             first += length
-        assert torch.equal(self.pool, after), f"{self.case}: the pool was changed outside the new slots"
+        assert torch.equal(self.pool.to(after.dtype), after), f"{self.case}: the pool was changed outside the new slots"
         return worst
 
 

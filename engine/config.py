@@ -13,6 +13,8 @@ from pydantic.dataclasses import dataclass
 FOLLOWER: Final = "engine.parallel.rank_process"  # module of ranks without a transfer end
 PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
+ModelDtype = Literal["bfloat16", "float16", "float32"]
+PageDtype = ModelDtype | Literal["fp8_e4m3"]
 Seconds = Annotated[float, Field(ge=0)]
 Size = Annotated[int | None, Field(gt=0)]
 
@@ -118,8 +120,13 @@ class EngineConfig:
             "it. The shares of all workers on a GPU must add up to less than 1"
         ),
     ] = 0.9
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and KV; auto: bfloat16")
+    dtype: Annotated[Literal["auto"] | ModelDtype, Field(description="of weights and results; auto: bfloat16")] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"],
+        Field(
+            description="of KV pages; auto: as dtype; fp8_e4m3: 8-bit floats, which need half of bfloat16's memory and "
+            "transfers, but change answers slightly. Prefill and decode need the same"
+        ),
     ] = "auto"
     device: Annotated[
         str,
@@ -268,6 +275,14 @@ class EngineConfig:
                 f"max_step_tokens ({self.max_step_tokens}) must be at least max_running + {LEAST_PROMPT} "
                 f"({running + LEAST_PROMPT}): beside the other decodes a prompt chunk needs three tokens"
             )
+
+    @property
+    def model_dtype(self) -> ModelDtype:
+        return "bfloat16" if self.dtype == "auto" else self.dtype
+
+    @property
+    def page_dtype(self) -> PageDtype:
+        return self.model_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     def step_size(self, device: str) -> StepSize:
         """Limits of a step on `device`, as torch names it. A default gives way to a value that is set."""

@@ -24,7 +24,7 @@ from engine.config import EngineConfig, StepSize
 from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
 from engine.kv.count import asked_pages, count_offloaded, count_pages, count_staging
 from engine.kv.offload_memory import PageCopies, allocate_offloaded, allocate_staging
-from engine.kv.storage import allocate_storage
+from engine.kv.storage import TORCH_DTYPES, allocate_storage
 from engine.model.load import LoadedModel
 from engine.model.pooling import Pooling
 from engine.model.probe import check_attention
@@ -88,7 +88,8 @@ def _bare_pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, contex
     max_context = min(loaded.max_positions, context, config.max_context or context)
     size = config.step_size(str(loaded.device))
     limits = StepLimits(size.requests, size.tokens, max_context)
-    attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
+    dtype = TORCH_DTYPES[config.model_dtype]
+    attention = make_attention(config.attention, storage, layout, loaded.query_group, limits, dtype=dtype)
     return Pool(storage, storage[:0], storage[:0], attention, max_context)
 
 

@@ -60,8 +60,10 @@ def check_kernels(scale: Scale) -> bool:
         for (queries, contexts), (kind, scoring) in itertools.product(steps, combinations):
             page_size, head_dim, kv_heads, group = kind
             case = AttentionCase(queries, contexts, scoring, dtype, kv_heads, group, page_size, head_dim)
-            for make, sinks in ((TritonAttention, False), (partial(TritonAttention, span=64), True)):
-                case = replace(case, sinks=sinks)
+            split = partial(TritonAttention, span=64)
+            makers = ((TritonAttention, False, False), (split, True, False), (split, False, True))
+            for make, sinks, eight_bits in makers:
+                case = replace(case, sinks=sinks, eight_bits=eight_bits)
                 try:
                     worst = max(worst, Outcome(case, make, scale.device).check())
                 except torch.AcceleratorError:

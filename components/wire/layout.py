@@ -12,7 +12,7 @@ from components.wire.codec import Struct
 LAYOUT_VERSION: Final = 1
 SHARDED_VERSION: Final = 2  # of a layout with shards; older processes refuse it
 UNDERSTOOD: Final = (LAYOUT_VERSION, SHARDED_VERSION)
-DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 
 
 class KvLayout(Struct):
@@ -23,7 +23,7 @@ class KvLayout(Struct):
     """
 
     model: str
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Literal["bfloat16", "float16", "float32", "fp8_e4m3"]  # of keys and values
     page_size: int  # tokens
     layers: int
     kv_heads: int  # of the model

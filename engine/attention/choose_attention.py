@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 HEAD_DIM_STEP: Final = 16  # of the C++ kernel
 # of the Triton kernels: with larger heads, blocks exceed a GPU's shared memory, or spill registers
 LARGEST_HEAD: Final = 256
+EIGHT_BITS: Final = "compute capability 8.9"
 # name: needed module, its package, our module and class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
@@ -51,15 +52,25 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
 
 
 def make_attention(
-    kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
+    kind: AttentionKind,
+    pool: torch.Tensor,
+    layout: KvLayout,
+    query_group: int,
+    limits: StepLimits,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> AttentionBackend:
     """Create a backend for `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim].
+
+    Args:
+        dtype: of queries; None: the pool's.
 
     Raises: AttentionUnavailable.
     """
     chosen = _automatic(pool.device, layout) if kind == "auto" else kind
+    dtype = dtype or pool.dtype
     if chosen == "torch":
-        return PlainAttention(pool, layout, query_group)
+        return PlainAttention(pool, layout, query_group, dtype)
     if chosen == "cpu":
         obstacle = why_not_cpu("cpu", pool.device, layout)
         if obstacle is not None:
@@ -75,7 +86,11 @@ def make_attention(
             f"attention=triton takes heads of at most {LARGEST_HEAD} numbers, and the model's have {layout.head_dim}; "
             "attention=torch takes any, slowly"
         )
-    backend: AttentionBackend = getattr(import_module(module), name)(pool, layout, query_group, limits)
+    if chosen == "triton" and not _takes_pages(pool.device, layout):
+        raise AttentionUnavailable(
+            f"attention=triton reads 8-bit pages on {EIGHT_BITS} and newer; attention=torch does so on any, slowly"
+        )
+    backend: AttentionBackend = getattr(import_module(module), name)(pool, layout, query_group, limits, dtype=dtype)
     return backend
 
 
@@ -98,12 +113,21 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
         "triton": find_spec("triton") is not None,
         "a C compiler with Python.h": find_c_compiler() is not None,
         f"kernels for heads of {layout.head_dim} numbers": layout.head_dim <= LARGEST_HEAD,
+        f"8-bit floats, which devices have from {EIGHT_BITS} on": _takes_pages(device, layout),
     }
     missing = [name for name, there in needed.items() if not there]
     if missing:
         log.warning("attention runs in plain torch operations, slow on a GPU", extra={"missing": " and ".join(missing)})
         return "torch"
     return "triton"
+
+
+def _takes_pages(device: torch.device, layout: KvLayout) -> bool:
+    """Return whether Triton can compile for the dtype of pages on this device."""
+    if layout.dtype != "fp8_e4m3" or device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor) >= (8, 9)
 
 
 def _interpreted() -> bool:

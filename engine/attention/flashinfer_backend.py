@@ -39,9 +39,11 @@ class Span:
 
 
 class FlashInferAttention:
-    def __init__(self, pool: Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
+    def __init__(
+        self, pool: Tensor, layout: KvLayout, query_group: int, _limits: StepLimits, *, dtype: torch.dtype | None = None
+    ) -> None:
         """Raises: AttentionUnavailable, if the kernels do not support the model."""
-        if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
+        if pool.dtype == torch.float32 or dtype not in (None, pool.dtype) or layout.head_dim not in HEAD_DIMS:
             raise AttentionUnavailable(
                 f"attention=flashinfer computes in 16 bits with head dimensions of {', '.join(map(str, HEAD_DIMS))}; "
                 f"{layout.model} has {layout.dtype} and {layout.head_dim}: try attention=triton"

@@ -19,6 +19,7 @@ from engine.attention.backend import Scoring, StepShape
 from engine.device.copies import to_device
 
 PADDING_FREE_PAGES: Final = 8  # up to which contexts are padded at any ratio
+LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,10 @@ class Group:
 
 
 class PlainAttention:
-    def __init__(self, pool: Tensor, layout: KvLayout, query_group: int) -> None:
+    def __init__(self, pool: Tensor, layout: KvLayout, query_group: int, dtype: torch.dtype | None = None) -> None:
+        """`dtype`: of queries, by default the pool's."""
         self._layout = layout
+        self._dtype = dtype or pool.dtype
         self._query_group = query_group
         self._pool = pool
         # row of a page at layer 0: page * stride + offsets[kv, head]
@@ -105,7 +108,7 @@ class PlainAttention:
         hidden = keys > queries
         if window:
             hidden |= keys <= queries - window
-        zero = torch.zeros((), dtype=self._pool.dtype, device=self._pool.device)
+        zero = torch.zeros((), dtype=self._dtype, device=self._pool.device)
         return torch.where(hidden, -torch.inf, zero).repeat(1, self._query_group, 1)
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
@@ -117,13 +120,18 @@ class PlainStep:
         self._layout = layout
         self._slots = slots
         self._groups = groups
-        self._by_token = pool.view(-1, layout.head_dim)
-        self._by_page = pool.view(-1, layout.page_size * layout.head_dim)
+        self._dtype = pool.dtype
+        # torch cannot index 8-bit floats
+        stored = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
+        self._by_token = stored.view(-1, layout.head_dim)
+        self._by_page = stored.view(-1, layout.page_size * layout.head_dim)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
     ) -> Tensor:
         new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
+        if self._dtype == torch.float8_e4m3fn:
+            new = new.clamp(-LARGEST, LARGEST).to(self._dtype).view(torch.uint8)
         self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
         outputs = [self._attend_group(group, layer, query, scoring, sinks) for group in self._groups]
         return torch.cat(outputs, dim=1)
@@ -135,6 +143,7 @@ class PlainStep:
         gathered = self._by_page.index_select(0, visible.rows + layer * 2)
         # Another request may have left NaN in slots that are not written yet, and 0 x NaN is NaN.
         gathered.view(-1, head_dim).index_fill_(0, visible.unseen, 0)
+        gathered = gathered.view(self._dtype).to(query.dtype)
         keys, values = gathered.view(2, num, kv_heads, -1, head_dim)  # [N, kv_heads, S, head_dim] each
         mine = query[0, :, group.first_token : group.first_token + num * length]
         folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]

@@ -56,14 +56,18 @@ class TritonAttention:
         query_group: int,
         limits: StepLimits,
         *,
+        dtype: torch.dtype | None = None,
         tiles: Tiles | None = None,
         programs: int | None = None,
         span: int = SPAN,
     ) -> None:
-        """`programs`: most concurrent decode programs; by default several per processor."""
+        """`dtype`: of queries, by default the pool's. `programs`: most concurrent decode programs; by default several
+        per processor.
+        """
+        dtype = dtype or pool.dtype
         self._pool = pool
         self._layout = layout
-        self._tiles = tiles or choose_tiles(layout.head_dim, pool.dtype)
+        self._tiles = tiles or choose_tiles(layout.head_dim, dtype)
         assert span % self._tiles.prompt_n == 0, "blocks of keys do not cross spans"
         self._lanes = max(1, (programs or PROGRAMS_PER_PROCESSOR * _processors(pool.device)) // layout.num_heads)
         self._heads = layout.num_heads * query_group
@@ -85,8 +89,8 @@ class TritonAttention:
         self._scores = {
             "GROUP": query_group,
             "SPAN": span,
-            "PRECISION": "ieee" if pool.dtype == torch.float32 else "tf32",
-            "OPERANDS": kernels.OPERANDS[pool.dtype] if pool.device.type == "cuda" else kernels.OPERANDS[torch.float32],
+            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+            "OPERANDS": kernels.OPERANDS[dtype] if pool.device.type == "cuda" else kernels.OPERANDS[torch.float32],
         }
         self._join_shapes = {name: self._shapes[name] for name in ("KV_HEADS", "HEAD_DIM", "BLOCK_D")}
         self._join_shapes |= {"GROUP": query_group, "SPAN": span, "BLOCK_S": JOINED}

@@ -4,7 +4,8 @@ Tables are int32. `pages` holds all block tables; request r's starts at `table_s
 of values over its sum of weights, goes to a slot, and `join_kernel` combines those of a row in order.
 Numbers that change between steps are not specialised on, so a model compiles each kernel once.
 Scores are in base 2. Zeros pad head dimensions to powers of two.
-OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the pool's type.
+OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the queries' type. The pool has the same type,
+or holds 8-bit floats, which saturate.
 
 Source: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-context
 inference"; pages, Kwon et al. 2023, arXiv:2309.06180.
@@ -16,6 +17,7 @@ import triton.language as tl
 
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2_E = tl.constexpr(1.4426950408889634)
+INTEGERS = tl.constexpr(1.5 * 2**23)  # a float32 of about this size is an integer
 
 
 @triton.jit
@@ -36,6 +38,22 @@ def _addresses(
     page = tl.load(pages + table + positions // PAGE, mask=inside, other=0).to(tl.int64)
     piece = (page * KV_HEADS + head) * LAYERS + layer
     return pool + piece * (2 * PAGE * HEAD_DIM) + (positions % PAGE) * HEAD_DIM
+
+
+@triton.jit
+def _stored(numbers, pool):
+    """Convert to the pool's type. 8-bit floats are rounded as on the CPU; Triton's interpreter truncates some."""
+    if pool.dtype.element_ty != tl.float8e4nv:
+        return numbers
+    else:  # noqa: RET505 - Triton compiles what follows a return
+        wide = numbers.to(tl.float32)
+        magnitude = tl.minimum(tl.abs(wide), 448.0)
+        bits = magnitude.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # 120: difference of the exponents' biases
+        small = (magnitude * 512.0 + INTEGERS - INTEGERS).to(tl.int32)  # multiples of 2^-9
+        sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
+        stored = (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
+        return stored.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -87,7 +105,10 @@ def _take_block(
     weights = tl.exp2(scores - base[:, None])
     shrink = tl.exp2(highest - base)
     values = tl.load(starts[:, None] + (PAGE * HEAD_DIM) + dims[None, :], mask=of_values, other=0.0)
-    weighed = tl.dot(weights.to(values.dtype).to(OPERANDS), values.to(OPERANDS), input_precision=PRECISION)
+    rounded = weights
+    if values.dtype != tl.float8e4nv:  # weights have the type of queries
+        rounded = weights.to(values.dtype)
+    weighed = tl.dot(rounded.to(OPERANDS), values.to(OPERANDS), input_precision=PRECISION)
     return acc * shrink[:, None] + weighed, above, total * shrink + tl.sum(weights, 1)
 
 
@@ -261,6 +282,7 @@ def _take_new(
     new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=wide, other=0.0)
     new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=wide, other=0.0)
     slot = _addresses(pool, pages, table, position, position >= 0, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+    new_key, new_value = _stored(new_key, pool), _stored(new_value, pool)
     tl.store(slot + dims, new_key, mask=wide)
     tl.store(slot + (PAGE * HEAD_DIM) + dims, new_value, mask=wide)
     products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
@@ -375,9 +397,9 @@ def write_kernel(
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (first_token + rows).to(tl.int64)
     keys = tl.load(key + tokens[:, None] * key_token_stride + head * key_head_stride + dims[None, :], mask=mask)
-    tl.store(slots[:, None] + dims[None, :], keys, mask=mask)
+    tl.store(slots[:, None] + dims[None, :], _stored(keys, pool), mask=mask)
     values = tl.load(value + tokens[:, None] * value_token_stride + head * value_head_stride + dims[None, :], mask=mask)
-    tl.store(slots[:, None] + (PAGE * HEAD_DIM) + dims[None, :], values, mask=mask)
+    tl.store(slots[:, None] + (PAGE * HEAD_DIM) + dims[None, :], _stored(values, pool), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer", "num_decodes", "window"])

@@ -134,7 +134,8 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
     facts = {
         "format": FORMAT,
         "model": loaded.layout.model,
-        "dtype": loaded.layout.dtype,
+        "dtype": config.model_dtype,
+        "kv_dtype": loaded.layout.dtype,
         "embeds": loaded.pooling is not None,
         "page_size": config.page_size,
         "max_step_tokens": config.step_size("cpu").tokens,

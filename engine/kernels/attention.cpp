@@ -46,8 +46,9 @@ template <typename T>
 struct Call {
   const T *query, *key, *value;  // [heads or kv_heads, tokens, dim], each row of dim contiguous
   int64_t query_head, query_token, key_head, key_token, value_head, value_token;  // strides
-  T* pool;  // [pages, kv_heads, layers, 2, page_size, dim]
-  T* out;   // [tokens, heads, dim]
+  T* pool;         // [pages, kv_heads, layers, 2, page_size, dim]; null if the pages hold 8-bit floats
+  uint8_t* bytes;  // the pool of 8-bit floats, or null
+  T* out;          // [tokens, heads, dim]
   const int32_t *starts, *contexts, *tables;  // [requests + 1], [requests], [requests, table_len]
   int64_t requests, table_len, tokens, heads, kv_heads, group, layers, page_size, dim, layer;
   float scaling, softcap;
@@ -57,10 +58,33 @@ struct Call {
 
   int64_t length(int64_t r) const { return starts[r + 1] - starts[r]; }
 
-  // The first row of a page's keys (kv = 0) or values (kv = 1) for one head in this call's layer.
-  T* rows(int64_t r, int64_t head, int64_t position, int64_t kv) const {
+  // The place in the pool of a token's key (kv = 0) or value (kv = 1) for one head in this call's layer.
+  int64_t place(int64_t r, int64_t head, int64_t position, int64_t kv) const {
     const int64_t page = tables[r * table_len + position / page_size];
-    return pool + ((((page * kv_heads + head) * layers + layer) * 2 + kv) * page_size + position % page_size) * dim;
+    return ((((page * kv_heads + head) * layers + layer) * 2 + kv) * page_size + position % page_size) * dim;
+  }
+
+  // ROWS rows of a page, in place or widened. They are valid until the next call in this thread.
+  const T* rows(int64_t r, int64_t head, int64_t position, int64_t kv) const {
+    const int64_t first = place(r, head, position, kv);
+    if (bytes == nullptr) return pool + first;
+    thread_local std::vector<T> widened;
+    widened.resize(ROWS * dim);
+    widen_all(bytes + first, ROWS * dim, widened.data());
+    return widened.data();
+  }
+
+  void prefetch_rows(int64_t r, int64_t head, int64_t position, int64_t kv) const {
+    const int64_t first = place(r, head, position, kv);
+    if (bytes == nullptr) prefetch(pool + first, ROWS * dim);
+    else prefetch(bytes + first, ROWS * dim);
+  }
+
+  void store(const T* row, int64_t r, int64_t head, int64_t position, int64_t kv) const {
+    const int64_t first = place(r, head, position, kv);
+    if (bytes == nullptr) std::memcpy(pool + first, row, dim * sizeof(T));
+    else
+      for (int64_t d = 0; d < dim; ++d) bytes[first + d] = to_eight_bits(widen(row[d]));
   }
 
   int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
@@ -75,8 +99,8 @@ void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
     const int64_t token = c.starts[r] + i, position = c.contexts[r] - c.length(r) + i;
     for (int64_t head = 0; head < c.kv_heads; ++head) {
-      std::memcpy(c.rows(r, head, position, 0), c.key + head * c.key_head + token * c.key_token, c.dim * sizeof(T));
-      std::memcpy(c.rows(r, head, position, 1), c.value + head * c.value_head + token * c.value_token, c.dim * sizeof(T));
+      c.store(c.key + head * c.key_head + token * c.key_token, r, head, position, 0);
+      c.store(c.value + head * c.value_head + token * c.value_token, r, head, position, 1);
     }
   }
 }
@@ -147,7 +171,7 @@ void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
 }
 
 #ifdef HAS_TILES
-// The same as decode_span, by tiles. Keys are read in place.
+// The same as decode_span, by tiles. Keys are not packed.
 void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
   thread_local std::vector<float> scores;
   thread_local std::vector<Bf16> lefts;
@@ -166,8 +190,8 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
     const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
     tiles.set_rows(std::min(c.group, Tiles::HALF));
     for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys after `count` are not read
-      prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
-      if (block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
+      c.prefetch_rows(r, head, block + j, 1);
+      if (block + j + ROWS < last) c.prefetch_rows(r, head, block + j + ROWS, 0);
       score_keys(tiles, c.rows(r, head, block + j, 0), pairs, c.group, c.dim, scores.data() + j);
     }
     for (int64_t g = 0; g < c.group; ++g) {
@@ -177,7 +201,7 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
     }
     const int64_t depth = (count + 2 * Tiles::PAIRS - 1) / (2 * Tiles::PAIRS) * (2 * Tiles::PAIRS);
     for (int64_t j = 0; j < depth; j += ROWS)
-      put_values(values, j, c.rows(r, head, block + std::min(j, count - 1), 1), from - j, count - j, c.dim, c.dim);
+      put_values(values, j, c.rows(r, head, block + std::min(j, (count - 1) / ROWS * ROWS), 1), from - j, count - j, c.dim, c.dim);
     multiply(&tiles, part.rows, c.dim, weights, KEY_BLOCK, values, c.dim, c.group, c.dim, depth / 2, true);
   }
 }
@@ -205,8 +229,8 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
     for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys after `count` are not read
-      prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
-      if (KEYS_AHEAD && block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
+      c.prefetch_rows(r, head, block + j, 1);
+      if (KEYS_AHEAD && block + j + ROWS < last) c.prefetch_rows(r, head, block + j + ROWS, 0);
       put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
     }
     multiply(scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
@@ -215,11 +239,13 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
       if (shrink != 1.0f)
         for (int64_t d = 0; d < c.dim; ++d) part.rows[g * c.dim + d] *= shrink;
     }
-    for (int64_t j = 0; j < count; j += ROWS)
+    for (int64_t j = 0; j < count; j += ROWS) {
+      const T* values = c.rows(r, head, block + j, 1);
       by_rows(c.group, [&](int64_t g, auto rows) {
-        add_rows<rows()>(weights + g * KEY_BLOCK + j, c.rows(r, head, block + j, 1), std::max<int64_t>(0, from - j), std::min(ROWS, count - j), c.dim,
+        add_rows<rows()>(weights + g * KEY_BLOCK + j, values, std::max<int64_t>(0, from - j), std::min(ROWS, count - j), c.dim,
                          part.rows + g * c.dim, part.width);
       });
+    }
   }
 }
 
@@ -377,7 +403,8 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
   c.query = static_cast<const T*>(query.data_ptr());
   c.key = static_cast<const T*>(key.data_ptr());
   c.value = static_cast<const T*>(value.data_ptr());
-  c.pool = static_cast<T*>(pool.data_ptr());
+  if (pool.scalar_type() == ScalarType::Float8_e4m3fn) c.bytes = static_cast<uint8_t*>(pool.data_ptr());
+  else c.pool = static_cast<T*>(pool.data_ptr());
   c.query_head = query.stride(1), c.query_token = query.stride(2);
   c.key_head = key.stride(1), c.key_token = key.stride(2);
   c.value_head = value.stride(1), c.value_token = value.stride(2);
@@ -401,9 +428,10 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
 
 Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap, std::optional<Tensor> sinks) {
   adapt_threads();
-  const ScalarType dtype = pool.scalar_type();
+  const ScalarType dtype = query.scalar_type();
   require(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && pool.dim() == 6 && plan.dim() == 1, "a tensor has the wrong number of dimensions");
-  require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
+  require(key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key and value differ in dtype");
+  require(pool.scalar_type() == dtype || pool.scalar_type() == ScalarType::Float8_e4m3fn, "the pool has neither the query's dtype nor 8-bit floats");
   require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");
   require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
   require(query.size(0) == 1 && key.size(0) == 1, "there must be one sequence of tokens");
@@ -422,7 +450,7 @@ Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor 
   }
   if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
   if (dtype == ScalarType::Half) return attend_with<_Float16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
-  require(dtype == ScalarType::Float, "the pool must be float32, bfloat16 or float16");
+  require(dtype == ScalarType::Float, "the query must be float32, bfloat16 or float16");
   return attend_with<float>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
 }
 

@@ -1,4 +1,4 @@
-// float32, bfloat16 and float16 in vectors of the processor.
+// float32, bfloat16, float16 and 8-bit floats in vectors of the processor.
 
 #pragma once
 
@@ -43,6 +43,48 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
   for (int64_t i = 0; i < count; i += 16) {
     const __mmask16 wanted = count - i < 16 ? (1 << (count - i)) - 1 : 0xffff;
     _mm256_mask_storeu_epi16(to + i, wanted, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(wanted, from + i)));
+  }
+}
+#endif
+
+// 8-bit floats are e4m3: sign, 4 bits of exponent, 3 of mantissa; the largest is 448. They are rounded to nearest, ties to even,
+// and saturate. Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+constexpr uint32_t BIAS = 127 - 7;  // added to the exponent of an 8-bit float, it makes that of a float32
+
+inline float of_eight_bits(uint8_t x) {
+  const uint32_t magnitude = x & 0x7f, bits = (magnitude << 20) + (BIAS << 23);
+  float normal;
+  std::memcpy(&normal, &bits, sizeof normal);
+  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  return x & 0x80 ? -value : value;
+}
+
+inline uint8_t to_eight_bits(float x) {
+  const float magnitude = std::min(448.0f, std::fabs(x));
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  const uint32_t normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (BIAS << 3);
+  const uint32_t small = static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p9f));
+  return static_cast<uint8_t>((magnitude < 0x1p-6f ? small : normal) | (std::signbit(x) ? 0x80 : 0));
+}
+
+template <typename T>
+inline void widen_all(const uint8_t* from, int64_t count, T* to) {
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) narrow(of_eight_bits(from[i]), to[i]);
+}
+#ifdef __AVX512BW__
+inline void widen_all(const uint8_t* from, int64_t count, Bf16* to) {  // `count` is a multiple of 32
+  // the bits of 0 to 7 times 2^-9
+  const __m512i small = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  for (int64_t i = 0; i < count; i += 32) {
+    const __m512i bits = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7f));
+    const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(BIAS << 7));
+    const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+    const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, small);
+    const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(bits, magnitude), 8);
+    _mm512_storeu_si512(to + i, _mm512_or_si512(value, sign));
   }
 }
 #endif

@@ -14,7 +14,12 @@ from engine.device.memory import fits_alone, lack_of_memory
 
 ALLOCATOR_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SCATTERED: Final = ("expandable_segments:true", "backend:cudamallocasync")
-TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TORCH_DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
 
 
 def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> torch.Tensor:

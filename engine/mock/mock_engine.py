@@ -87,7 +87,7 @@ def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConf
     kv_heads, head_dim = _heads(file, described, heads)
     whole = KvLayout(
         model=f"{name}, marks {MARKS}",  # not the model's own name, because its KV is not compatible
-        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        dtype=config.page_dtype,
         page_size=config.page_size,
         layers=mock.layers or read_size(file, described, "num_hidden_layers"),
         kv_heads=mock.kv_heads or kv_heads,

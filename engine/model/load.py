@@ -84,7 +84,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     )
     layout = KvLayout(
         model=identity,
-        dtype="bfloat16" if config.dtype == "auto" else config.dtype,
+        dtype=config.page_dtype,
         page_size=config.page_size,
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
@@ -92,7 +92,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     )
     shard = of_shard(layout, rank, size)
     auto = AutoModelForCausalLM if pooling is None else AutoModel
-    source = ModelSource(name, directory, model_config, auto, TORCH_DTYPES[layout.dtype], unpack)
+    source = ModelSource(name, directory, model_config, auto, TORCH_DTYPES[config.model_dtype], unpack)
     skeleton = None if size == 1 and unpack is None else source.skeleton()
     cuts = NO_CUTS if skeleton is None or size == 1 else plan_cuts(name, skeleton, shard, heads)
     if random:

@@ -78,8 +78,14 @@ def test_a_request_gives_the_ids_it_gives_alone(
 def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
     tiny: LoadedModel, situation: Situation, sampling: SamplingParams, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Prefill among its own others; the pages are copied; decode among its own others again."""
-    prefill, decode = prepared(tiny, situation), prepared(tiny, situation)
+    with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
+        ids = by_two_engines(prepared(tiny, situation), prepared(tiny, situation), sampling)
+    assert ids == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
+    assert ("r" in preempted(caplog)) == situation.preempts
+
+
+def by_two_engines(prefill: EngineCore, decode: EngineCore, sampling: SamplingParams) -> list[int]:
+    """Return the ids for PROMPT that `decode` gives with the pages of `prefill`. Each may have requests already."""
     computed = computed_by(prefill, EngineRequest("r", PROMPT, sampling, Phase.PREFILL))
     decode.submit(EngineRequest("r", PROMPT, sampling, Phase.DECODE))
     reserved = None
@@ -91,10 +97,7 @@ def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
         write_page(decode, target, read_page(prefill, source))
     assert computed.first_token is not None
     (first,) = decode.deliver("r", computed.first_token)
-    with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
-        rest = run_until_idle(decode)
-    assert [*first.token_ids, *rest.tokens["r"]] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
-    assert ("r" in preempted(caplog)) == situation.preempts
+    return [*first.token_ids, *run_until_idle(decode).tokens["r"]]
 
 
 def computed_by(engine: EngineCore, request: EngineRequest) -> Exposed:

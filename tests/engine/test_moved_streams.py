@@ -75,9 +75,12 @@ def moved_streams_go_on(
 
 
 @pytest.mark.parametrize("seed", [None, 7], ids=["greedy", "drawn"])
-def test_a_moved_stream_of_a_small_model_goes_on_as_it_would_have(tmp_path: Path, seed: int | None) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8_e4m3"])
+def test_a_moved_stream_of_a_small_model_goes_on_as_it_would_have(
+    tmp_path: Path, kv_dtype: str, seed: int | None
+) -> None:
     directory = save_tiny(tmp_path / "tiny", vocab_size=VOCAB)
-    loaded = load_tiny(directory, dtype="bfloat16")
+    loaded = load_tiny(directory, dtype="bfloat16", kv_dtype=kv_dtype)
     assert pack_linears(loaded.module)
     engine = assemble(loaded, small(dtype="bfloat16", num_pages=400, max_step_tokens=100))
     moved_streams_go_on(engine, [prompt(9 + 37 * i, start=i) for i in range(6)], (1, 16, 40, LENGTH - 1), seed)

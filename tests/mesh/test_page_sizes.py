@@ -83,3 +83,31 @@ def test_tokens_are_those_of_aggregated_serving(
 
     tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(DECODE_PAGE), MESH_ENGINE__MAX_STEP_TOKENS="100")
     asyncio.run(run())
+
+
+def test_pages_of_8_bit_floats_are_received_from_prefill_with_such_pages_only(tiny_mesh: MeshProcesses) -> None:
+    prompts = _prompts()[:12]
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+            expected = await _ask(client, prompts, "aggregated")
+            other = await asyncio.to_thread(tiny_mesh.start_one, "prefill", MESH_ENGINE__KV_DTYPE="auto")
+            assert await _ask(client, prompts, "beside a prefill of float32") == expected
+            decode = tiny_mesh.one("decode")
+            await until(lambda: "dtype: fp8_e4m3 here, float32 there" in decode.logged())
+            assert await asyncio.to_thread(other.terminate) == 0
+            await until(lambda: not client.prefills.usable())
+            await asyncio.to_thread(tiny_mesh.start_one, "prefill", MESH_ENGINE__PAGE_SIZE="16")
+            [worker] = await client.until_usable("prefill")
+            first, second, sent = await through_prefill(client, partial(_ask_twice, client, prompts, worker))
+            assert first == second == expected
+            await no_page_is_lost(client)
+            assert worker.kv is not None
+            layout = worker.kv.layout
+            assert layout.row_bytes == layout.head_dim, "a byte for each number"
+            pages = sum(-(-len(ids) // DECODE_PAGE) * DECODE_PAGE // layout.page_size for ids in prompts)
+            assert 0 < sent <= 2 * pages * layout.page_bytes
+
+    tiny_mesh.env = {**tiny_mesh.env, "MESH_ENGINE__KV_DTYPE": "fp8_e4m3"}
+    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(DECODE_PAGE), MESH_ENGINE__MAX_STEP_TOKENS="100")
+    asyncio.run(run())

@@ -76,3 +76,17 @@ def test_heads_that_the_kernels_cannot_hold_take_plain_attention(caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert choose_attention._automatic(SimpleNamespace(type="cuda"), layout) == "torch"
     assert "kernels for heads of 272 numbers" in vars(caplog.records[-1])["missing"]
+
+
+@pytest.mark.parametrize(("capability", "kind"), [((8, 0), "torch"), ((8, 9), "triton"), ((9, 0), "triton")])
+def test_a_device_without_8_bit_floats_attends_to_such_pages_in_plain_operations(
+    capability: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    major, minor = capability
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(major=major, minor=minor))
+    monkeypatch.setattr(choose_attention, "find_c_compiler", lambda: "gcc")
+    layout = AttentionCase((1,), (1,), eight_bits=True).layout
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention._automatic(SimpleNamespace(type="cuda"), layout) == kind
+    missing = [vars(record)["missing"] for record in caplog.records]
+    assert missing == (["8-bit floats, which devices have from compute capability 8.9 on"] if kind == "torch" else [])

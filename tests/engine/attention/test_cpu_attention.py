@@ -16,6 +16,7 @@ from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
 from engine.kernels import native_library
 from engine.kernels.native_library import KernelsUnavailable, load_kernels
+from tests.engine.attention.makers import make_cpu
 
 LAYERS = 3
 LIMITS = StepLimits(requests=2, tokens=8, context=64)
@@ -100,17 +101,13 @@ def test_each_request_attends_to_its_own_context(
     case.check(out, before, 1, scoring)
 
 
-def _cpu(pool: torch.Tensor, layout: KvLayout, _group: int, _limits: StepLimits) -> CpuAttention:
-    return CpuAttention(pool, layout)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("lens", "contexts"), STEPS)
 @pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, 20, 2.0)], ids=["plain", "windowed and capped"])
 def test_sinks_join_the_softmax_without_a_value(
     dtype: Dtype, lens: list[int], contexts: list[int], scoring: Scoring
 ) -> None:
-    Outcome(AttentionCase(tuple(lens), tuple(contexts), scoring, dtype, head_dim=32, sinks=True), _cpu).check()
+    Outcome(AttentionCase(tuple(lens), tuple(contexts), scoring, dtype, head_dim=32, sinks=True), make_cpu).check()
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])

@@ -7,6 +7,7 @@ from bench.attention_case import AttentionCase, Outcome
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.plain import PlainAttention, _spans
+from tests.engine.attention.makers import make_plain
 
 KV_HEADS, LAYERS, PAGE, DIM = 2, 3, 16, 8
 PLAIN = Scoring(0.3)
@@ -65,13 +66,11 @@ def test_sinks_join_the_softmax_without_a_value(
     lengths: tuple[tuple[int, ...], tuple[int, ...]], scoring: Scoring
 ) -> None:
     case = AttentionCase(*lengths, scoring, sinks=True)
-    Outcome(case, lambda pool, layout, group, _limits: PlainAttention(pool, layout, group)).check()
+    Outcome(case, make_plain).check()
 
 
 def test_an_output_that_is_not_finite_is_wrong() -> None:
-    outcome = Outcome(
-        AttentionCase((1, 1, 20), (4, 33, 20)), lambda pool, layout, group, _limits: PlainAttention(pool, layout, group)
-    )
+    outcome = Outcome(AttentionCase((1, 1, 20), (4, 33, 20)), make_plain)
     outcome.check()
     outcome.out[0, 5] = torch.nan
     with pytest.raises(AssertionError, match="off by nan"):
