@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
 from bench.engine import Bench
 from bench.load.report import machine_and_date
@@ -95,8 +95,8 @@ def _print_line(figure: str, **facts: Any) -> None:
 
 
 def _windows(directory: Path, text: Path, window: int, count: int) -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = tokenizer("\n\n".join(path.read_text() for path in sorted(text.glob("*.md"))))["input_ids"]
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    ids = tokenizer.encode("\n\n".join(path.read_text() for path in sorted(text.glob("*.md")))).ids
     return [ids[i * window : (i + 1) * window] for i in range(min(count, len(ids) // window))]
 
 
