@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 GIL_SWITCH_S: Final = 0.0005
 GC_THRESHOLDS: Final = 10_000, 10, 10  # the default 700 takes 6 % of a frontend's time
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-GIVE_UP_S: Final = 2.0  # after `drain_timeout_s`
+GIVE_UP_S: Final = 2.0  # for requests that were stopped
 STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
 
 
@@ -157,10 +157,24 @@ async def drain(service: Drainable, timeout_s: float, beat: Callable[[], None]) 
         async with asyncio.timeout(timeout_s):
             await service.drained()
     except TimeoutError:
-        service.stop_all("this instance is leaving")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GIVE_UP_S):
-                await service.drained()
+        await _stop_requests(service, "this instance is leaving")
+
+
+async def give_up(service: Drainable, beat: Callable[[], None]) -> None:
+    """Fail the requests in flight of an instance whose engine has failed.
+
+    Its peers then continue them at once. Decode would otherwise keep the pages that this instance may still write to.
+    """
+    service.draining = True
+    beat()
+    await _stop_requests(service, "the engine of this instance has failed")
+
+
+async def _stop_requests(service: Drainable, cause: str) -> None:
+    service.stop_all(cause)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(GIVE_UP_S):
+            await service.drained()
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:

@@ -23,7 +23,16 @@ from components.messaging.kept_traces import follow_kept
 from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
-from components.process import Drainable, drain, new_instance_id, record_maker, settle, stop_signals, subject_of
+from components.process import (
+    Drainable,
+    drain,
+    give_up,
+    new_instance_id,
+    record_maker,
+    settle,
+    stop_signals,
+    subject_of,
+)
 from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import WorkerRole
@@ -125,9 +134,13 @@ class Worker:
             control.serves(service, heart.send_now, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
-            await first(stopped(), control.stopped(), raises(engine.failed()))
-            control.leave()
-            await first(drain(service, drain_timeout_s, heart.send_now), raises(engine.failed()))
+            try:
+                await first(stopped(), control.stopped(), raises(engine.failed()))
+                control.leave()
+                await first(drain(service, drain_timeout_s, heart.send_now), raises(engine.failed()))
+            except Exception:
+                await give_up(service, heart.send_now)
+                raise
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]

@@ -118,6 +118,7 @@ class RoomFailed(Struct):
     room: str
     error: str
     cause: str
+    stamp: int = 0  # of PrefillRequest: prefill writes no more. 0: it may still write
 
 
 @message("room-ok.v1")

@@ -43,6 +43,7 @@ class InboundTransfer:
 
     prefill_call: asyncio.Task[None] | None = None
     is_room_open = False
+    is_quiet = False  # prefill has reported that it writes no more
     offer_end_s = 0.0  # monotonic; deadline of the offer: prefill posts no write after it
 
     def __init__(

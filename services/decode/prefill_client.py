@@ -180,6 +180,7 @@ class PrefillClient:
     def room_failed(self, failed: RoomFailed) -> None:
         transfer = self._transfers.get(failed.request_id)
         if transfer is not None and transfer.room == failed.room:
+            transfer.is_quiet |= failed.stamp == transfer.stamp  # nobody else knows it
             kind = reported(failed.error, PrefillLost)
             transfer.failure.report(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
 
@@ -324,13 +325,14 @@ class PrefillClient:
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         """Return when prefill can no longer write into our pages.
 
-        Only prefill's own answer proves it; a released transfer handle or a report of its loss does not. A prefill without
-        a listener on NATS may be cut off and still write. So may a frozen one in whose place another process now answers
-        StaleInstance. Neither posts a write after the offer's deadline, so the pages are safe soon after that.
+        Only prefill's own answer or report proves it; a released transfer handle or a report of its loss does not. A
+        prefill without a listener on NATS may be cut off and still write. So may a frozen one in whose place another
+        process now answers StaleInstance. Neither posts a write after the offer's deadline, so the pages are safe soon
+        after that.
         """
         subject = f"{transfer.prefill.subject}.quiesce"
         gone_since: float | None = None
-        while True:
+        while not transfer.is_quiet:
             try:
                 await self._bus.call(subject, quiesce, Quiet, timeout_s=QUIESCE_TIMEOUT_S)
             except PeerLost:

@@ -72,9 +72,11 @@ class Rooms:
                 self._in_background(closing_rooms, f"close rooms at {bootstrap_id}")
 
     async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
+        """Report a failed transfer. That of a request must have no write in flight."""
         decode = self._registry.book.find("decode", of.decode_id)
         if decode is not None:
-            await report_room_failed(self._bus, decode.subject, of.request_id, of.room, error)
+            stamp = of.stamp if isinstance(of, PrefillRequest) else 0
+            await report_room_failed(self._bus, decode.subject, of.request_id, of.room, error, stamp=stamp)
 
     def _expire(self, offer: PagesOffered) -> None:
         if self._early.get((offer.request_id, offer.room)) is offer:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from components.errors import BackendUnavailable, MeshError
-from components.process import drain, new_instance_id, record_maker, run, stop_signal, stop_signals
+from components.process import drain, give_up, new_instance_id, record_maker, run, stop_signal, stop_signals
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG, WrongSettings
 from engine.attention.choose_attention import AttentionUnavailable
@@ -57,6 +57,22 @@ def test_requests_that_do_not_finish_in_time_are_cancelled(monkeypatch: pytest.M
         service.obeys = obeys
         await asyncio.wait_for(drain(service, 0.01, lambda: None), PATIENCE_S)
         assert service.given_up == ["this instance is leaving"]
+
+    asyncio.run(test(obeys=True))
+    asyncio.run(test(obeys=False))
+
+
+def test_requests_of_a_broken_engine_are_failed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers waited for a process that had ended: decode kept the pages of its transfers until their offers expired."""
+    monkeypatch.setattr("components.process.GIVE_UP_S", 0.01)
+
+    async def test(*, obeys: bool) -> None:
+        service = Service()
+        service.obeys = obeys
+        states: list[bool] = []
+        await asyncio.wait_for(give_up(service, lambda: states.append(service.draining)), PATIENCE_S)
+        assert states == [True]
+        assert service.given_up == ["the engine of this instance has failed"]
 
     asyncio.run(test(obeys=True))
     asyncio.run(test(obeys=False))

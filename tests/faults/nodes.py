@@ -28,7 +28,7 @@ from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.outbox import StreamOutbox
 from components.messaging.presence import keep_present, present_endpoint
-from components.process import drain, subject_of
+from components.process import drain, give_up, subject_of
 from components.routing.policies import DEFAULT, PolicyName, WorkerRole
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
@@ -375,7 +375,7 @@ class Worker(Node):
         return next((r for r in self.engine.core._requests if page in r.pages and r.state in exposed), None)
 
     async def _until_over(self) -> None:
-        """A process whose engine dies leaves too, and drains nothing."""
+        """A process whose engine dies leaves too."""
 
         async def watch() -> None:
             self.died = await self.engine.failed()
@@ -395,6 +395,8 @@ class Worker(Node):
     async def _drain(self) -> None:
         if self.died is None:
             await drain(self.service, DRAIN_TIMEOUT_S, self.heart.send_now)
+        else:
+            await give_up(self.service, self.heart.send_now)
 
     def _kept(self) -> list[str]:
         core = self.engine.core

@@ -12,7 +12,8 @@ from tests.faults.setup import varied
 REQUEST: Final = ("generate.v5", "prefill.v6", "room-open.v2")
 ANSWER: Final = ("generate-accepted.v1", "prefill-accepted.v2", "room-ok.v1")
 TOLD: Final = ("room-pages.v2", "room-close.v2", "frame", "kv-events", "kv-dump-fetch.v1", "kv-dump-part.v1")
-AFTER_FAILURE: Final = ("room-failed.v1", "quiesce.v1", "quiet.v1")  # only after a transfer has failed
+AFTER_FAILURE: Final = ("room-failed.v1",)  # only after a transfer has failed
+AFTER_REFUSED_OFFER: Final = ("quiesce.v1", "quiet.v1")  # only after a failure that prefill itself did not report
 AFTER_CLIENT: Final = ("cancel.v1", "quiesce.v1", "quiet.v1")  # only after a client has gone
 MESSAGES: Final = (*REQUEST, *ANSWER, *TOLD)
 ERRORS: Final = ("Overloaded", "PeerLost", "DeadlineExceeded", "InvariantBroken", "Rejected")
@@ -58,6 +59,7 @@ DELAYS_S: Final = (0.05, 3.0, 12.0)  # within the time limits of all calls, of s
 AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; longer than any time limit
 STOP_S, LONG_STOP_S = 4.0, 9.0  # both longer than liveness allows; shorter and longer than a lease
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
+AN_OFFER_IS_REFUSED: Final = Fault(Do.REFUSE, "message room-pages.v2", field="InvariantBroken")
 NO_EARLY_TOKEN: Final = Fault(Do.DROP, "message kv-coming.v1", count=999)
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "inbound transfer", after_s=0.0005)
@@ -81,6 +83,8 @@ def of_messages() -> Iterator[Schedule]:
         yield from ([fault] for fault in _of_message(kind))
     for kind in AFTER_FAILURE:
         yield from ([A_TRANSFER_FAILS, fault] for fault in _of_message(kind))
+    for kind in AFTER_REFUSED_OFFER:
+        yield from ([AN_OFFER_IS_REFUSED, fault] for fault in _of_message(kind))
     for kind in AFTER_CLIENT:
         yield from ([A_CLIENT_LEAVES, fault] for fault in _of_message(kind))
     for do in (Do.DROP, Do.DELAY, Do.GARBLE):
@@ -132,7 +136,9 @@ def of_states() -> Iterator[Schedule]:
         faults = (fault for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
         yield from ([NO_EARLY_TOKEN, A_TRANSFER_FAILS, fault] for fault in faults)
     for at in STATES_AFTER_LOSS:
-        yield from ([A_PREFILL_IS_KILLED, fault] for fault in _at_state(at) if fault.do is not Do.LEASE)
+        faults = (fault for fault in _at_state(at) if fault.do is not Do.LEASE)
+        # it needs another prefill that is asked in the same moment
+        yield from ([A_PREFILL_IS_KILLED, f] for f in faults if (f.do, f.role) != (Do.STEPS_FAIL, "prefill"))
     for at in STATES_AFTER_CLIENT:
         yield from ([A_CLIENT_LEAVES, fault] for fault in _at_state(at) if fault.do is not Do.CLIENT_GONE)
 
@@ -145,7 +151,8 @@ def _at_state(at: str) -> Iterator[Fault]:
         yield Fault(Do.STOP, at, amount=LONG_STOP_S, role=role)
         yield Fault(Do.LEASE, at, role=role)
         yield Fault(Do.DRAIN, at, role=role)
-    yield Fault(Do.STEPS_FAIL, at, role="decode")
+    for role in ("decode", "prefill"):
+        yield Fault(Do.STEPS_FAIL, at, role=role)
     for role in ("decode", "bootstrap"):
         yield Fault(Do.HANG, at, amount=STOP_S, role=role)
     for role in ROLES:

@@ -67,7 +67,13 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
     draw = Random(f"setup {seed}")
     corrupts = _corrupts(schedule)
     # A request that arrives twice may first be answered "in use": with "fail", its transfer would count as failed.
-    recomputes = any(fault.at == "decode waiting" or fault.do is Do.DUPLICATE for fault in schedule)
+    # A prefill whose steps fail goes on to fail transfers after the faults, until it ends.
+    recomputes = any(
+        fault.at == "decode waiting"
+        or fault.do is Do.DUPLICATE
+        or (fault.do is Do.STEPS_FAIL and fault.role == "prefill")
+        for fault in schedule
+    )
     return Setup(
         page_sizes=draw.choice((EQUAL, EQUAL, SMALL_TO_LARGE, LARGE_TO_SMALL)),
         verify_kv=corrupts or draw.random() < 0.5,

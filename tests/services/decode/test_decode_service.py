@@ -767,6 +767,42 @@ async def test_no_cancel_is_sent_before_prefill_has_answered(decode: Decode) -> 
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("stamp", [STAMP, STAMP + 1, 0])
+async def test_prefill_proves_by_the_stamp_of_a_request_that_it_writes_no_more(decode: Decode, stamp: int) -> None:
+    """Without it decode asks. A prefill whose engine had failed was gone by then, and the pages were pinned for a minute."""
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    failed = RoomFailed(request_id=ID, room=ROOM, error="PeerLost", cause="broken", stamp=stamp)
+    await decode.service.room_failed(failed)
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    if stamp == STAMP:
+        assert decode.engine.did("release") == [ID]
+        assert not decode.prefill.called_off
+    else:
+        decode.assert_pinned()
+    decode.prefill.quiets.set()
+    await decode.until_nothing_runs()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.usefixtures("soon_gone")
+async def test_a_report_with_the_stamp_frees_pages_that_are_pinned_already(decode: Decode) -> None:
+    decode.prefill.quiet_failures = [Overloaded("busy")] * 1000
+    await decode.ask()
+    await decode.reserve()
+    decode.registry.book.remove("p")
+    await until(lambda: decode.engine.did("recompute") == [ID])
+    decode.assert_pinned()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PeerLost", cause="", stamp=STAMP))
+    await until(lambda: decode.engine.did("release") == [ID])
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
 async def test_a_bootstrap_that_is_gone_is_computed_around(decode: Decode) -> None:
     decode.registry.book.remove("boot")
     await decode.ask()

@@ -307,6 +307,7 @@ async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefi
     [(subject, failed)] = [each for each in prefill.bus.sent if isinstance(each[1], RoomFailed)]
     assert (subject, failed.request_id, failed.room) == ("ns.decode.d.room_failed", "r", ROOM)
     assert (failed.error, failed.cause) == ("DeadlineExceeded", "decode did not offer its pages within 0.05 s")
+    assert failed.stamp == 7, "no write follows"
     assert await prefill.closed() == [], "nobody had opened it"
     prefill.assert_nothing_is_kept()
 
