@@ -52,7 +52,8 @@ def _stored(numbers, pool):
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # 120: difference of the exponents' biases
         small = (magnitude * 512.0 + INTEGERS - INTEGERS).to(tl.int32)  # multiples of 2^-9
         sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
-        stored = (tl.where(magnitude < 0.015625, small, normal) | sign).to(tl.uint8)
+        finite = tl.where(magnitude < 0.015625, small, normal)
+        stored = (tl.where(wide == wide, finite, 0x7F) | sign).to(tl.uint8)  # noqa: PLR0124 - is it NaN
         return stored.to(tl.float8e4nv, bitcast=True)
 
 

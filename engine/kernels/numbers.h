@@ -48,14 +48,17 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 #endif
 
 // 8-bit floats are e4m3: sign, 4 bits of exponent, 3 of mantissa; the largest is 448. They are rounded to nearest, ties to even,
-// and saturate. Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
-constexpr uint32_t BIAS = 127 - 7;  // added to the exponent of an 8-bit float, it makes that of a float32
+// and saturate. NaN stays NaN, because a finite number in its place would hide that a request's results are wrong.
+// Source: Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433.
+constexpr uint32_t BIAS = 127 - 7;       // added to the exponent of an 8-bit float, it makes that of a float32
+constexpr uint32_t NOT_A_NUMBER = 0x7f;  // without the sign
 
 inline float of_eight_bits(uint8_t x) {
   const uint32_t magnitude = x & 0x7f, bits = (magnitude << 20) + (BIAS << 23);
   float normal;
   std::memcpy(&normal, &bits, sizeof normal);
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  const float finite = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : normal;
+  const float value = magnitude == NOT_A_NUMBER ? NAN : finite;
   return x & 0x80 ? -value : value;
 }
 
@@ -65,7 +68,8 @@ inline uint8_t to_eight_bits(float x) {
   std::memcpy(&bits, &magnitude, sizeof bits);
   const uint32_t normal = ((bits + 0x7ffff + ((bits >> 20) & 1)) >> 20) - (BIAS << 3);
   const uint32_t small = static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p9f));
-  return static_cast<uint8_t>((magnitude < 0x1p-6f ? small : normal) | (std::signbit(x) ? 0x80 : 0));
+  const uint32_t finite = magnitude < 0x1p-6f ? small : normal;
+  return static_cast<uint8_t>((x == x ? finite : NOT_A_NUMBER) | (std::signbit(x) ? 0x80 : 0));
 }
 
 template <typename T>
@@ -82,7 +86,9 @@ inline void widen_all(const uint8_t* from, int64_t count, Bf16* to) {  // `count
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7f));
     const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(BIAS << 7));
     const __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-    const __m512i value = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, small);
+    const __mmask32 is_nan = _mm512_cmpeq_epu16_mask(magnitude, _mm512_set1_epi16(NOT_A_NUMBER));
+    const __m512i finite = _mm512_mask_permutexvar_epi16(normal, is_small, magnitude, small);
+    const __m512i value = _mm512_mask_blend_epi16(is_nan, finite, _mm512_set1_epi16(0x7fc0));
     const __m512i sign = _mm512_slli_epi16(_mm512_xor_si512(bits, magnitude), 8);
     _mm512_storeu_si512(to + i, _mm512_or_si512(value, sign));
   }

@@ -9,6 +9,7 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from components.errors import NonFiniteLogits
 from components.wire.sampling import SamplingParams
 from engine.config import AttentionKind
 from engine.model.load import LoadedModel
@@ -23,6 +24,7 @@ from tests.engine.tiny_engine import (
     offload_gb,
     prompt,
     run,
+    save_tiny,
 )
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -109,3 +111,16 @@ def test_windows_and_latents_give_the_same_ids_in_chunks_and_whole(tmp_path: Pat
     assert loaded.layout.dtype == EIGHT
     engine = make_engine(loaded, max_step_tokens=17, max_running=3)
     assert run(engine, [EngineRequest("r", prompt(90), SEEDED)]).tokens["r"] == wanted
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_a_prompt_whose_keys_are_nan_fails(tmp_path: Path, attention: AttentionKind) -> None:
+    """NaN became 448 in pages, so the request got an answer, and others found its pages."""
+    model = AutoModelForCausalLM.from_pretrained(save_tiny(tmp_path / "tiny"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[prompt(40)[5]] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    for kv_dtype in ("auto", EIGHT):
+        engine = make_engine(load_tiny(tmp_path / "broken", kv_dtype=kv_dtype), attention=attention)
+        seen = run(engine, [EngineRequest("r", prompt(40), SEEDED)])
+        assert type(seen.failed["r"].error) is NonFiniteLogits, kv_dtype

@@ -90,6 +90,30 @@ def _in_order(pages: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", BACKENDS, ids=NAMES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("length", [1, 2], ids=["a decode", "a chunk"])
+def test_nan_stays_nan_in_pages_and_when_it_is_read(make: MakeBackend, dtype: Dtype, length: int) -> None:
+    """It became 448, so a later token's results were wrong but finite, and its request did not fail."""
+    layout = case((1,), (1,), head_dim=32).layout
+    pool = torch.zeros(1, 2, layout.layers, 2, 16, 32, dtype=EIGHT)
+    query, new = (torch.zeros(1, 2, length, 32, dtype=getattr(torch, dtype)) for _ in range(2))
+    numbers = torch.tensor([0.0, torch.nan, -torch.nan, torch.inf, -torch.inf], dtype=new.dtype)
+    stored = torch.tensor([0.0, torch.nan, torch.nan, 448, -448])
+    value = new.clone()
+    value[..., :5] = numbers
+    backend = make(pool, layout, 1, StepLimits(1, length, 4), dtype=new.dtype)
+    out = backend.plan(StepShape([length], [length], [[0]])).attend(LAYER, query, new, value, Scoring(1.0))
+    torch.testing.assert_close(pool[0, 0, LAYER, 1, 0, :5].float(), stored, rtol=0, atol=0, equal_nan=True)
+    if isinstance(backend, TritonAttention):
+        return  # Triton's interpreter reads NaN as 480; GPUs have an instruction
+    torch.testing.assert_close(out[0, -1, 0, :5].float(), stored, rtol=0, atol=0, equal_nan=True)
+    out = backend.plan(StepShape([1], [length + 1], [[0]])).attend(
+        LAYER, query[:, :, :1], new[:, :, :1], new[:, :, :1], Scoring(1.0)
+    )
+    assert torch.equal(out[0, 0, 0, :5].isnan(), stored.isnan())
+
+
+@pytest.mark.parametrize("make", BACKENDS, ids=NAMES)
 def test_a_request_gets_the_same_bits_alone_and_in_any_batch(make: MakeBackend) -> None:
     together = Outcome(case((1, 1, 20, 5), (40, 300, 20, 133)), make)
     first = 0
