@@ -284,6 +284,11 @@ class EngineConfig:
     def page_dtype(self) -> PageDtype:
         return self.model_dtype if self.kv_dtype == "auto" else self.kv_dtype
 
+    @property
+    def model_suffix(self) -> str:
+        """Suffix of the model's name in the KV layout, where the pages' dtype does not imply the model's. bfloat16 has none."""
+        return "" if self.model_dtype in {self.page_dtype, "bfloat16"} else f", {self.model_dtype}"
+
     def step_size(self, device: str) -> StepSize:
         """Limits of a step on `device`, as torch names it. A default gives way to a value that is set."""
         usual = ON_GPU if device.startswith("cuda") else ON_CPU

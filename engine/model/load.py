@@ -83,7 +83,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         random_identity(name, directory, RANDOM_SEED, device.type) if random else weights_identity(name, directory)
     )
     layout = KvLayout(
-        model=identity,
+        model=f"{identity}{config.model_suffix}",
         dtype=config.page_dtype,
         page_size=config.page_size,
         layers=text.num_hidden_layers,

@@ -9,9 +9,11 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from components.errors import NonFiniteLogits
+from components.errors import IncompatibleLayout, NonFiniteLogits
+from components.wire.layout import check_compatible
 from components.wire.sampling import SamplingParams
 from engine.config import AttentionKind
+from engine.kv.page_files import directory_name
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, save_model
@@ -111,6 +113,16 @@ def test_windows_and_latents_give_the_same_ids_in_chunks_and_whole(tmp_path: Pat
     assert loaded.layout.dtype == EIGHT
     engine = make_engine(loaded, max_step_tokens=17, max_running=3)
     assert run(engine, [EngineRequest("r", prompt(90), SEEDED)]).tokens["r"] == wanted
+
+
+def test_pages_of_a_model_in_another_dtype_are_not_used(tiny_dir: Path, eight: LoadedModel) -> None:
+    """They were, so a request's bits depended on the worker that had computed its prompt."""
+    other = load_tiny(tiny_dir, kv_dtype=EIGHT, dtype="bfloat16").layout
+    with pytest.raises(IncompatibleLayout, match=r"\(model: tiny-llama@\w+, float32 here, tiny-llama@\w+ there\)"):
+        check_compatible(eight.layout, other)
+    assert directory_name(eight.layout) != directory_name(other)
+    with pytest.raises(IncompatibleLayout, match=r"\(dtype: fp8_e4m3 here, bfloat16 there\)"):
+        check_compatible(other, load_tiny(tiny_dir, dtype="bfloat16").layout)
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
