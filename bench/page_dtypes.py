@@ -9,7 +9,8 @@ import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads
 # isort: split
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import exp
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -47,26 +48,27 @@ def main(
 ) -> None:
     state_dir = state_dir.expanduser()
     pages = max(max(batch) * (max(context) + 64), *prompt, window) // 16 + 64
-    benches = [_bench(model, state_dir, kv_dtype, pages, compile, threads) for kv_dtype in DTYPES]
+    settings = EngineConfig(
+        num_pages=pages, compile=compile, threads=threads, max_step_tokens=512, speculative_tokens=0
+    )
+    benches = [_bench(model, state_dir, replace(settings, kv_dtype=kv_dtype)) for kv_dtype in DTYPES]
     for size in batch:
         for length in context:
             spent = _by_turns(benches, rounds, lambda b: b.decode([length] * size, steps)[0])  # noqa: B023 - called here
             _print("decode step", spent, batch=size, context=length)
     for length in prompt:
         _print("prompt", _by_turns(benches, rounds, lambda b: [b.prompt(length)]), tokens=length)  # noqa: B023 - likewise
-    print_quality(benches, _windows(model_dir(model, state_dir, silent), text, window, texts))
+    _print_quality(benches, _windows(model_dir(model, state_dir, silent), text, window, texts))
 
 
-def _bench(model: str, state_dir: Path, kv_dtype: Literal["auto", "fp8_e4m3"], *more: Any) -> Bench:
-    pages, compiled, threads = more
-    config = EngineConfig(
-        num_pages=pages, kv_dtype=kv_dtype, compile=compiled, threads=threads, max_step_tokens=512, speculative_tokens=0
-    )
+def _bench(model: str, state_dir: Path, config: EngineConfig) -> Bench:
     loaded = prepare_model(model, config, state_dir)
-    return Bench(assemble(loaded, config, choose_forward(model, loaded, config, state_dir, silent)), config, kv_dtype)
+    return Bench(
+        assemble(loaded, config, choose_forward(model, loaded, config, state_dir, silent)), config, config.kv_dtype
+    )
 
 
-def _by_turns(benches: Sequence[Bench], rounds: int, measure: Any) -> list[list[float]]:
+def _by_turns(benches: Sequence[Bench], rounds: int, measure: Callable[[Bench], list[float]]) -> list[list[float]]:
     """Return the median seconds of each round, by bench."""
     for bench in benches:
         measure(bench)
@@ -100,7 +102,7 @@ def _windows(directory: Path, text: Path, window: int, count: int) -> list[list[
     return [ids[i * window : (i + 1) * window] for i in range(min(count, len(ids) // window))]
 
 
-def print_quality(benches: Sequence[Bench], windows: Sequence[list[int]]) -> None:
+def _print_quality(benches: Sequence[Bench], windows: Sequence[list[int]]) -> None:
     own, eight = ([_logprobs(bench, ids) for ids in windows] for bench in benches)
     before = [token.logprob for told in own for token in told]
     after = [token.logprob for told in eight for token in told]
