@@ -125,7 +125,7 @@ class EngineConfig:
         Literal["auto", "fp8_e4m3"],
         Field(
             description="of KV pages; auto: as dtype; fp8_e4m3: 8-bit floats, which need half of bfloat16's memory and "
-            "transfers, but change answers slightly. Prefill and decode need the same"
+            "transfers, but change answers slightly. Prefill and decode need the same value"
         ),
     ] = "auto"
     device: Annotated[

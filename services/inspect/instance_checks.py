@@ -212,7 +212,7 @@ def check_prefill(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "prefill",
                 f"decode {decode.instance_id} runs decode-only, as it cannot use any prefill instance: {'; '.join(reasons)}",
-                "start prefill instances with the same model, dtype and --kv-transfer, or fix the reasons above",
+                "start prefill instances with the same model, dtypes and --kv-transfer, or fix the reasons above",
             )
     if not alone:
         yield ok("prefill", f"each of {len(decodes)} decode instances can use one of {len(prefills)} prefill instances")
