@@ -20,6 +20,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout, KvRegion
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
+from engine.attention.choose_attention import takes_pages
 from engine.attention.triton_backend import TritonAttention
 from engine.device.copies import Arrival
 from engine.kv.offload_memory import PageCopies, allocate_offloaded
@@ -54,16 +55,18 @@ def check_kernels(scale: Scale) -> bool:
     }
     if scale.on_cpu:
         steps, wanted = steps[2:3], {"float32": [(kinds[5], plain)]}
+    split = partial(TritonAttention, span=64)
+    makers = ((TritonAttention, False, False), (split, True, False), (split, False, True))
     wrong = 0
     for dtype, combinations in wanted.items():
         worst = 0.0
         for (queries, contexts), (kind, scoring) in itertools.product(steps, combinations):
             page_size, head_dim, kv_heads, group = kind
             case = AttentionCase(queries, contexts, scoring, dtype, kv_heads, group, page_size, head_dim)
-            split = partial(TritonAttention, span=64)
-            makers = ((TritonAttention, False, False), (split, True, False), (split, False, True))
             for make, sinks, eight_bits in makers:
                 case = replace(case, sinks=sinks, eight_bits=eight_bits)
+                if not takes_pages(torch.device(scale.device), case.layout):
+                    continue
                 try:
                     worst = max(worst, Outcome(case, make, scale.device).check())
                 except torch.AcceleratorError:

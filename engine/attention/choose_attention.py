@@ -86,7 +86,7 @@ def make_attention(
             f"attention=triton takes heads of at most {LARGEST_HEAD} numbers, and the model's have {layout.head_dim}; "
             "attention=torch takes any, slowly"
         )
-    if chosen == "triton" and not _takes_pages(pool.device, layout):
+    if chosen == "triton" and not takes_pages(pool.device, layout):
         raise AttentionUnavailable(
             f"attention=triton reads 8-bit pages on {EIGHT_BITS} and newer; attention=torch does so on any, slowly"
         )
@@ -113,7 +113,7 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
         "triton": find_spec("triton") is not None,
         "a C compiler with Python.h": find_c_compiler() is not None,
         f"kernels for heads of {layout.head_dim} numbers": layout.head_dim <= LARGEST_HEAD,
-        f"8-bit floats, which devices have from {EIGHT_BITS} on": _takes_pages(device, layout),
+        f"8-bit floats, which devices have from {EIGHT_BITS} on": takes_pages(device, layout),
     }
     missing = [name for name, there in needed.items() if not there]
     if missing:
@@ -122,7 +122,7 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
     return "triton"
 
 
-def _takes_pages(device: torch.device, layout: KvLayout) -> bool:
+def takes_pages(device: torch.device, layout: KvLayout) -> bool:
     """Return whether Triton can compile for the dtype of pages on this device."""
     if layout.dtype != "fp8_e4m3" or device.type != "cuda":
         return True

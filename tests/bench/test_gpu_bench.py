@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import bench.gpu.__main__ as command
+from bench.attention_case import AttentionCase, MakeBackend
 from bench.engine import Machine
-from bench.gpu import engines, steps
+from bench.gpu import correct, engines, steps
 from bench.gpu.__main__ import Part, apart, main, run, run_apart, scale_of
 from bench.gpu.report import Report, Target, engine_lines
-from bench.gpu.scale import ON_CPU
+from bench.gpu.scale import CARD, ON_CPU
 from bench.gpu.steps import idle_share
 from bench.gpu.transfer import transports
 
@@ -33,6 +34,24 @@ def figures(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
 def test_time_in_which_no_kernel_ran_is_idle_and_kernels_may_overlap() -> None:
     assert idle_share([(0, 4), (1, 2), (3, 5), (6, 10)]) == 0.1
     assert idle_share([(7, 8)]) == 0.0
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_8_bit_pages_are_checked_only_on_devices_that_take_them(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an older GPU their kernels do not compile, which counted as wrong results."""
+    checked = set[bool]()
+
+    class Recorded:
+        def __init__(self, case: AttentionCase, _make: MakeBackend, _device: str) -> None:
+            checked.add(case.eight_bits)
+
+        def check(self) -> float:
+            return 0.0
+
+    monkeypatch.setattr(correct, "Outcome", Recorded)
+    monkeypatch.setattr(correct, "takes_pages", lambda _device, layout: takes or layout.dtype != "fp8_e4m3")
+    assert correct.check_kernels(CARD)
+    assert checked == {takes, False}
 
 
 def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
