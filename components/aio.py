@@ -1,4 +1,4 @@
-"""Owned background tasks, and work that another task can make fail."""
+"""Owned background tasks, and work that another task can fail."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
 
 
 class BackgroundTasks:
-    """Owns tasks that run beside their caller: the event loop itself keeps only weak references."""
+    """Owns tasks: the event loop itself keeps only weak references."""
 
     __slots__ = ("_tasks",)
 
@@ -70,7 +70,7 @@ class BackgroundTasks:
             task.cancel()
 
     async def drain(self) -> None:
-        """Wait until all tasks have ended, also those that start meanwhile. Their errors are not raised."""
+        """Wait for all tasks, also those that start meanwhile. Their errors are not raised."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -102,7 +102,7 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 def _delivered(task: asyncio.Task[Any]) -> int:
-    """Number of cancellations that `task` has received. One requested while it runs is delivered at its next await."""
+    """Cancellations that `task` has received. One requested while it runs is delivered at its next await."""
     return task.cancelling() - int(task._must_cancel)  # type: ignore[attr-defined]  # CPython's, not in typeshed
 
 
@@ -126,7 +126,7 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 def exception_of(done: asyncio.Future[Any]) -> BaseException | None:
-    """Return the error of a future that is done; None if it was cancelled. asyncio does not log it after this."""
+    """The error of a done future; None if it was cancelled. asyncio does not log it after this."""
     return None if done.cancelled() else done.exception()
 
 

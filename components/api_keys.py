@@ -8,8 +8,8 @@ The file is TOML, one table per key, with the key's name in metrics:
     requests_per_minute = 600
     tokens_per_minute = 100_000
     best_priority = 0              # lower is served first; default: the frontend's best_priority
-    tenant = "acme"                # keys of one tenant share the prefix cache; default: a cache of its own
-    operator = true                # sees requests of all tenants at /ui; default: those of its own tenant
+    tenant = "acme"                # its keys share the prefix cache; default: a cache of its own
+    operator = true                # sees all tenants' requests at /ui; default: its own tenant's
 """
 
 import tomllib
@@ -81,7 +81,7 @@ def digest_of(key: bytes) -> bytes:
 def parse_list(text: str) -> list[ApiKey]:
     """Parse `name:key` or `key`, separated by commas.
 
-    Raises: BadKeys with the key's position: the part before the colon may be the key.
+    Raises: BadKeys with the key's position only: the part before the colon may be the key.
     """
     places: dict[str, str] = {}
     entries: dict[str, dict[str, Any]] = {}

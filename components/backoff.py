@@ -3,7 +3,7 @@
 import random
 from typing import Final
 
-JITTER: Final = 0.5  # share of a wait that is random: else many processes would retry in the same moments
+JITTER: Final = 0.5  # random share of a wait: else many processes would retry together
 
 
 class Backoff:
@@ -17,7 +17,7 @@ class Backoff:
         self.failures = 0  # since the last success
 
     def failed(self) -> float:
-        """Seconds until the next try."""
+        """Return the seconds to wait."""
         self.failures += 1
         wait_s, self._next_s = self._next_s, min(self._next_s * 2, self._last_s)
         return wait_s * random.uniform(1 - self._jitter, 1.0)

@@ -1,4 +1,4 @@
-"""How this process authenticates to etcd and NATS: logins, NATS keys and credentials, in files.
+"""How this process authenticates to etcd and NATS.
 
 A login in an address wins over the files. Without any, the certificate alone names the user.
 """
@@ -53,7 +53,7 @@ class NatsAccess:
 
     @property
     def may_change(self) -> bool:
-        """Whether a refused connection may be accepted later, with other content of the files."""
+        """Whether a refused connection may later be accepted, with other content of the files."""
         return any((self.login, self.key, self.credentials, self.certificates.files.given))
 
     def check(self) -> None:
@@ -72,7 +72,7 @@ class NatsAccess:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """A reader's access to metrics pages: certificates that it trusts, and the login that it sends."""
+    """A reader's access to metrics pages: the certificates it trusts and the login it sends."""
 
     certificates: Certificates = field(default_factory=_no_certificates)
     login: FollowedFiles[Login] | None = None
@@ -104,7 +104,7 @@ class Nkey(NamedTuple):
 
 
 class Credentials(NamedTuple):
-    """A user's JWT, and the key that it names."""
+    """A user's JWT and key."""
 
     jwt: bytes
     key: Nkey

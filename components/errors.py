@@ -14,7 +14,7 @@ class MeshError(Exception):
 
 
 class Rejected(MeshError):
-    """The request must be changed before a retry. The field `param` may name the parameter that is wrong."""
+    """Change the request before a retry. The field `param` may name the wrong parameter."""
 
 
 class PromptTooLong(Rejected):
@@ -33,7 +33,7 @@ class MessageTooLarge(Rejected):
 
 
 class MalformedMessage(Rejected):
-    """The receiver could not read a message, which it dropped and counted."""
+    """A receiver could not read a message; it dropped and counted it."""
 
 
 class IncompatibleLayout(Rejected): ...
@@ -54,7 +54,7 @@ class NoBootstrapInstance(Overloaded): ...
 
 
 class Stopping(Overloaded):
-    """This process is stopping, before the request has ended."""
+    """This process stops before the request has ended."""
 
 
 class QueueFull(Overloaded): ...
@@ -64,7 +64,7 @@ class TooManyChecks(QueueFull): ...
 
 
 class KeyLimited(Overloaded):
-    """`kind` is what the limit counts: requests or tokens. `limit` is the limit in words, for the client."""
+    """`kind`: requests or tokens. `limit` is in words, for the client."""
 
 
 class PeerLost(MeshError):
@@ -76,7 +76,7 @@ class NobodyListens(PeerLost):
 
 
 class ListenerGone(NobodyListens):
-    """Only repetitions of a call found no subscriber. A process may have received the call, and lost NATS since."""
+    """Only repetitions of a call found no subscriber: a process may have received the call, and lost NATS since."""
 
 
 class PrefillLost(PeerLost): ...
@@ -86,7 +86,7 @@ class DecodeLost(PeerLost): ...
 
 
 class FramesLost(DecodeLost):
-    """Tokens of a stream were lost, although its decode instance is healthy."""
+    """Tokens were lost, although their decode instance is healthy."""
 
 
 class TransferFailed(PeerLost):
@@ -100,7 +100,7 @@ class StaleInstance(PeerLost): ...
 
 
 class KvUnavailable(MeshError):
-    """KV did not arrive, and `on_transfer_failure` is "fail". The field `cause` names the error's class.
+    """KV did not arrive, and `on_transfer_failure` is "fail". `cause` names the error's class.
 
     It is not a PeerLost, because frontends retry those.
     """
@@ -111,7 +111,7 @@ class BackendUnavailable(MeshError):
 
 
 class DeadlineExceeded(MeshError):
-    """A timeout has expired. Retry elsewhere, unless it was the request's own deadline."""
+    """Retry elsewhere, unless it was the request's own deadline."""
 
 
 class Cancelled(MeshError):
@@ -126,11 +126,11 @@ class IllegalTransition(InvariantBroken): ...
 
 
 class PageLeak(InvariantBroken):
-    """The free, cached and held pages do not add up to the pool."""
+    """Free, cached and held pages do not add up to the pool."""
 
 
 class PeerBroken(InvariantBroken):
-    """Another process reported InvariantBroken. The request may have caused it.
+    """Another process reported InvariantBroken, perhaps because of the request.
 
     The circuit breaker counts it. The request is sent to at most one other instance.
     """
@@ -147,7 +147,7 @@ BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(
 
 
 def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError]:
-    """Return the error class that another process named; `unknown` if this process has no such class.
+    """The error class that another process named; `unknown` if this process has none.
 
     InvariantBroken becomes PeerBroken, because the bug is in the other process.
     """

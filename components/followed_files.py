@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class FollowedFiles(Generic[T]):
-    """A change that cannot be read is logged once, and the last good content stays in use."""
+    """An unreadable change is logged once, and the last good content stays in use."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
         self._files = files
@@ -39,7 +39,7 @@ class FollowedFiles(Generic[T]):
                 raise
             log.warning("changed file not used, the earlier one stays in use", extra={"cause": exc.message})
         else:
-            if self._signature() != seen:  # half of a pair was replaced meanwhile: the next call reads again
+            if self._signature() != seen:  # half of a pair may be replaced: the next call reads again
                 self._content = self._content or [content]
                 return
             if self._content:
@@ -52,7 +52,7 @@ class FollowedFiles(Generic[T]):
 
 
 def stamp_of(path: Path) -> tuple[int, ...] | None:
-    """Return a value that changes whenever the file changes or is replaced by a rename."""
+    """A value that changes when the file changes or is replaced by a rename."""
     try:
         found = path.stat()
     except OSError:

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Tally(Generic[S]):
-    """The number of things in each state that is not terminal."""
+    """How many are in each state that is not terminal."""
 
     __slots__ = ("_counts", "_table")
 
@@ -46,7 +46,7 @@ class Lifecycle(Generic[S]):
     def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
-        self.state = start  # only `advance` writes it; no property, as engines read it for each token
+        self.state = start  # only `advance` writes it; no property: engines read it for each token
         self.entered_s = time.monotonic()  # the present state
         self._tally = tally
         if tally is not None:

@@ -18,14 +18,14 @@ ENV_OF_LOCAL_MESH: Final = 'for a running `make up`: eval "$(python -m services.
 
 
 def started_at(pid: int) -> str:
-    """Return when process `pid` started, which distinguishes it from later ones with its id. Raises: OSError."""
+    """When process `pid` started, which distinguishes it from later ones with its id. Raises: OSError."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return f"{boot} {ticks}"
 
 
 def local_mesh(home: Path) -> dict[str, Any]:
-    """What a running mesh wrote into its state directory; empty if none runs."""
+    """What a running mesh wrote into its state directory; else empty."""
     try:
         facts = json.loads((home / "local" / "running.json").read_text())
         started = started_at(facts["pid"])
@@ -37,7 +37,7 @@ def local_mesh(home: Path) -> dict[str, Any]:
 
 
 def beside_local_mesh(settings: S, user: str = "") -> S:
-    """Settings completed with those of `user` in a mesh that runs here; by default the administrator's."""
+    """Settings completed with those of `user`, by default the administrator's, in a mesh that runs here."""
     facts = local_mesh(settings.home)
     facts |= facts.get("users", {}).get(user, {})
     given = settings.model_fields_set

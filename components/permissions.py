@@ -1,8 +1,7 @@
 """What each role may publish and subscribe to in NATS, and read and write in etcd.
 
-Each new call or message needs a line in `LINES`: a role has no other rights. `nats_users` writes them for NATS.
-`python -m components.permissions [NAMESPACE [ROLE/INSTANCE …]]` prints users by the common names of certificates: those of
-the roles, or of single instances.
+Each new call or message needs a line in `LINES`: a role has no other rights. `python -m components.permissions [NAMESPACE
+[ROLE/INSTANCE …]]` prints NATS users by the common names of certificates: those of the roles, or of single instances.
 """
 
 import json
@@ -22,7 +21,7 @@ SERVING: Final = "frontend decode prefill bootstrap planner local"  # as NATS mi
 
 
 class Line(NamedTuple):
-    """Subjects after the namespace that `senders` publish to and `receivers` subscribe to; `nats_rights` completes them."""
+    """Subjects, without the namespace, that `senders` publish to and `receivers` subscribe to."""
 
     subject: str
     senders: tuple[str, ...]
@@ -31,7 +30,7 @@ class Line(NamedTuple):
 
 
 def call(verb: str, of: str, by: str) -> Iterator[Line]:
-    """Calls of instances on `<namespace>.<role>.<instance>.<verb>`, answered on `answer_subject`."""
+    """Calls on `<namespace>.<role>.<instance>.<verb>`, answered on `answer_subject`."""
     for role in of.split():
         yield Line(f"{role}.*.{verb}", tuple(by.split()), (role,))
 
@@ -43,7 +42,6 @@ def news(verb: str, of: str, to: str) -> Iterator[Line]:
 
 
 LINES: Final = (
-    # a request
     *call("generate", of="decode", by="frontend"),
     *call("cancel", of="decode", by="frontend"),
     *call("resend", of="decode", by="frontend"),
@@ -59,7 +57,6 @@ LINES: Final = (
     *call("close", of="bootstrap", by="prefill"),
     *call("kv_coming", of="decode", by="prefill"),
     *call("room_failed", of="decode", by="prefill bootstrap"),
-    # load and caches
     *news("heartbeat", of="decode", to="frontend planner inspect"),
     *news("heartbeat", of="prefill", to="decode planner inspect"),
     *news("kv_events", of="decode", to="frontend"),
@@ -78,13 +75,13 @@ LINES: Final = (
     *call("status", of="frontend decode prefill bootstrap planner", by="frontend inspect"),
     *call("control", of="frontend decode prefill bootstrap planner", by="inspect"),
     *call("load", of="frontend", by="frontend"),
-    *call("kill", of="local", by="frontend"),  # the page at /ui; services.local refuses all but its own workers
+    *call("kill", of="local", by="frontend"),  # from /ui; services.local refuses all but its own workers
     Line("traces.keep", ("frontend",), ("frontend", "decode", "prefill", "bootstrap")),
     *call("plan", of="planner", by="inspect"),
     *call("count", of="local", by="planner"),
     *call("scale", of="local", by="planner"),
 )
-# micro services that a role looks for, after `$SRV.`
+# searches of a role for micro services, after `$SRV.`
 SEARCHES: Final = {
     "inspect": ("PING", "PING.*", "INFO", "INFO.*", "STATS", "STATS.*"),
     "planner": ("PING.kvmesh-local",),
@@ -94,8 +91,8 @@ SEARCHES: Final = {
 def answer_subject(inbox: str, subject: str, number: int | str) -> str:
     """The reply subject of a call on `subject`.
 
-    It names the instance that is called, so that others have no right to answer. NATS's own `allow_responses` gives more:
-    a user that may call itself could choose any subject for the answer, and publish there.
+    It names the called instance, so that others may not answer. NATS's own `allow_responses` gives more: a user that may call
+    itself could choose any subject for the answer, and publish there.
     """
     return ".".join((inbox, *subject.split(".")[1:3], str(number)))
 
@@ -106,18 +103,18 @@ class NatsRights(NamedTuple):
 
 
 class User(NamedTuple):
-    """A user of NATS. `name` is what its processes have as MESH_NATS_NAME, by default their role."""
+    """A user of NATS. `name` is its processes' MESH_NATS_NAME, by default their role."""
 
     name: str
     role: str
     proof: str  # of nats.conf: `user: "decode", password: "…"`, `nkey: U…`, `user: "CN=decode"`
-    instance: str = ""  # MESH_INSTANCE_ID of its only process; empty: any instance of the role
+    instance: str = ""  # MESH_INSTANCE_ID of its only process; empty: any
 
 
 def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> NatsRights:
-    """The rights of a role in a mesh; `name` is the user's.
+    """The rights of a role; `name` is the user's.
 
-    With `instance`, subjects of other instances of the role cannot be read, and nothing can be published as one of them.
+    A user of one `instance` can neither read the subjects of others of its role, nor publish as one of them.
     """
 
     def own(line: Line, *, is_mine: bool) -> str:
@@ -149,20 +146,20 @@ def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> Nat
 
 
 def _stored_responses(namespace: str) -> list[str]:
-    # Not CREATE or UPDATE: a stream may read and write any subject of these servers. Not DIRECT.GET: NATS sends its answer,
-    # a record as it is, to any subject that the caller names; that of MSG.GET is JSON, which no process accepts.
+    # Not CREATE or UPDATE: a stream may read and write any subject of these servers. Not DIRECT.GET: its answer is a raw
+    # record, on any subject that the caller names; that of MSG.GET is JSON, which no process accepts.
     calls = ("STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE")
     stream = _response_stream(namespace)
     return [f"{namespace}.responses.records.*", *(f"$JS.API.{call}.{stream}" for call in calls)]
 
 
 def _response_stream(namespace: str) -> str:
-    # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
+    # A wildcard stands for a whole part: the mesh `*` is any mesh of these servers.
     return "*" if namespace == "*" else f"{namespace}-responses"
 
 
 def nats_users(namespace: str, users: Sequence[User], administrator: str) -> str:
-    """The `authorization` block of a nats.conf. `administrator`: the proof of a user with all rights."""
+    """The `authorization` block of a nats.conf. `administrator`: proof of a user with all rights."""
     lines = ["authorization {", "  users: ["]
     if administrator:
         lines.append(f"    {{ {administrator} }}")
@@ -184,7 +181,7 @@ class EtcdRight(NamedTuple):
 
 
 def etcd_rights(namespace: str, role: str, instance: str = "") -> list[EtcdRight]:
-    """The keys of a role in a mesh: its own records, or that of one instance, and all records to read."""
+    """A role's keys: its own records, or that of one instance, and all records to read."""
     instances, planner = f"{namespace}/instances/", f"{namespace}/planner"
     if role == "local":  # removes the records of its dead children
         return [EtcdRight(writes=True, prefix=instances)]
@@ -199,7 +196,7 @@ def etcd_rights(namespace: str, role: str, instance: str = "") -> list[EtcdRight
 
 
 def users_of(arguments: Sequence[str]) -> dict[str, str]:
-    """Users for `decode/d1 …`, by name; else one for each role. Their values are a role, or a role and an instance."""
+    """Users by name: for `decode/d1 …`, else one for each role. Their values are a role, or a role and an instance."""
     if not arguments:
         return {role: role for role in ROLES}
     users: dict[str, str] = {}

@@ -88,8 +88,8 @@ def record_maker(
 async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
     """Yield a function that waits for SIGTERM or SIGINT.
 
-    Before it is called, a signal cancels the body, and the block ends without an error. So a process that is
-    registering leaves no record behind. A second signal ends the process at once.
+    Before it is called, a signal cancels the body, and the block ends without an error, so a process that is registering leaves
+    no record. A second signal ends the process at once.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -108,7 +108,7 @@ async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
 
     def wait() -> Awaitable[object]:
         nonlocal waits
-        waits = True  # at once, not when it is awaited: a body that is cancelled does not drain
+        waits = True  # not when it is awaited: a cancelled body does not drain
         return stopped.wait()
 
     for number in STOP_SIGNALS:
@@ -128,9 +128,9 @@ async def stop_signal() -> None:
 
 
 def settle() -> None:
-    """Exclude all objects so far from garbage collection.
+    """Exclude the objects so far from garbage collection.
 
-    Libraries leave some hundred thousand. A full collection would walk them in 60 to 90 ms.
+    Libraries leave some hundred thousand, which a full collection would walk in 60 to 90 ms.
     """
     gc.collect()
     gc.freeze()
@@ -148,7 +148,7 @@ class Drainable(Protocol):
 async def drain(service: Drainable, timeout_s: float, beat: Callable[[], None]) -> None:
     """Finish the requests in flight, and cancel the rest after `timeout_s`.
 
-    The instance stays registered: without a record it would count as dead.
+    The instance stays registered: else it would count as dead.
     """
     service.draining = True
     beat()
@@ -181,7 +181,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     """An error before `main` serves is one line on stderr."""
     sys.setswitchinterval(GIL_SWITCH_S)
     gc.set_threshold(*GC_THRESHOLDS)
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells set 1024 for select(), which is not used here
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)  # shells set 1024 for select(), unused here
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     try:
         uvloop.run(main)

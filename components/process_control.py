@@ -1,4 +1,4 @@
-"""Changes of a running process by an operator: log level, trace rate, draining."""
+"""An operator's changes of a running process: log level, trace rate, draining."""
 
 import asyncio
 import difflib
@@ -31,10 +31,10 @@ class Limit(NamedTuple):
 
 
 class ProcessControl:
-    """Answers `control`. `stopped` returns when an operator wants the process to end."""
+    """Answers `control`. `stopped` returns when an operator ends the process."""
 
     def __init__(self, figures: Figures, why_no_drain: str = "it has not started yet") -> None:
-        """`why_no_drain`: the reason that an operator reads until `serves` is called."""
+        """`why_no_drain`: shown until `serves` is called."""
         self._figures = figures
         self._why_no_drain = why_no_drain
         self._stop = asyncio.Event()
@@ -52,7 +52,7 @@ class ProcessControl:
         await self._stop.wait()
 
     def leave(self) -> None:
-        """The process ends when its requests are over: an operator can no longer undo that."""
+        """The process ends after its requests: an operator can no longer undo that."""
         self._is_leaving = True
 
     def endpoint(self) -> Endpoint:

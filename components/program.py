@@ -9,7 +9,7 @@ TYPED: Final = "typed"  # a -X option: unlike a variable, children do not inheri
 
 
 def program(default: str) -> str:
-    """The command that the user typed, for a usage line: `default`, unless another program called `become`."""
+    """The command that the user typed: `default`, unless another program called `become`."""
     return str(sys._xoptions.get(TYPED, default))
 
 

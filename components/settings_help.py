@@ -40,7 +40,7 @@ class Setting(NamedTuple):
 
 
 def help_text(settings: type[BaseSettings], shared: frozenset[str], *, everything: bool) -> str:
-    """`everything`: all settings, or the common ones. A bare `MESH_` may precede those in `shared`."""
+    """`everything`, or the common settings. A bare `MESH_` may precede those in `shared`."""
     role = role_of(settings)
     listed = list(settings_in(settings))
     shown = [s for s in listed if everything or s.path in OFTEN]

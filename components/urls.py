@@ -63,7 +63,7 @@ def _login_hint(url: str) -> str:
 
 
 def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
-    """Whether the addresses, comma-separated, have the scheme `secure`; none stands for `plain`.
+    """Whether the addresses, comma-separated, have the scheme `secure`; without one, `plain` counts.
 
     Raises: ValueError, for another scheme, or for both: a process would use the unprotected one after a failure.
     """
@@ -89,7 +89,7 @@ def checked_nats_urls(urls: str) -> str:
 
 
 def server_parts(url: str) -> SplitResult | None:
-    """Return the parts of a server's address; None if no server can have it."""
+    """The parts of a server's address; None if no server can have it."""
     try:
         parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         is_possible = bool(parts.hostname) and parts.port != 0

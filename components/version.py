@@ -1,4 +1,4 @@
-"""The version of kvmesh. pyproject.toml and `kvmesh --version` read it here."""
+"""The version of kvmesh, which pyproject.toml and `kvmesh --version` read here."""
 
 from typing import Final
 

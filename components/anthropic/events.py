@@ -33,7 +33,7 @@ DELTAS: Final = {
 
 
 def content_of(block: Block) -> dict[str, Any]:
-    """Return the content block of a finished block."""
+    """The content block of a finished block."""
     if block.kind == "call":
         return {"type": "tool_use", "id": block.id, "name": block.name, "input": _input(block.text)}
     if block.kind == "reasoning":
@@ -42,7 +42,7 @@ def content_of(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments, even if cut off. If they are not a JSON object, they are returned as text."""
+    """A call's arguments, even if cut off; as text if they are not a JSON object."""
     try:
         read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
@@ -112,12 +112,12 @@ def _stop(block: Block) -> bytes:
 
 
 def status_of(error: ApiError) -> int:
-    """Return the HTTP status of an error. Errors are converted from OpenAI's, so that one table maps all causes."""
+    """Errors are converted from OpenAI's, so that one table maps all causes."""
     return OVERLOADED if error.status == 503 else error.status
 
 
 def body_of(error: ApiError, request_id: str) -> bytes:
-    """Return the JSON of a failed request, or of an event that ends a stream."""
+    """The JSON of a failed request, or of an event that ends a stream."""
     status = status_of(error)
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
     inner: dict[str, Any] = {"type": kind, "message": error.message}

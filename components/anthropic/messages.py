@@ -37,7 +37,7 @@ PARAMS: Final = {  # pattern of a chat's parameter: its name in this API, if dif
 
 NO_MEDIA: Final = "images and documents are not supported"
 NO_SERVER_TOOLS: Final = "this server runs no tools itself"
-NO_THREADS: Final = "thread_unsupported_request"  # with this code clients send the conversation again without thread
+NO_THREADS: Final = "thread_unsupported_request"  # clients then send the conversation again without thread
 
 Id = Annotated[str, Field(max_length=256)]
 
@@ -123,7 +123,7 @@ Block = Annotated[
 
 
 def _blocks(value: JsonValue) -> JsonValue:
-    """Return a turn's blocks. Claude Code sends a PDF that a tool reads beside the result, so media there become texts, too."""
+    """A turn's blocks. Claude Code sends a PDF that a tool reads beside the result: media there become texts, too."""
     if not isinstance(value, list) or not any(isinstance(x, dict) and x.get("type") == "tool_result" for x in value):
         return _texts(value)
     return [without_media(block) for block in value]
@@ -208,17 +208,17 @@ class CountRequest(Strict):
 
     @property
     def params(self) -> dict[str, str]:
-        """Return patterns of a chat's parameters with their names in this API."""
+        """Patterns of a chat's parameters with their names in this API."""
         by_effort = self.output_config is not None and self.output_config.effort is not None
         return PARAMS | {"reasoning_effort": "output_config.effort"} if by_effort else PARAMS
 
     def chat(self) -> ChatRequest:
-        """Convert the request to a chat. Raises: Rejected, with the chat's parameter names."""
+        """Raises: Rejected, with the chat's parameter names."""
         wanted = {name: value for name, value in self._wanted().items() if value is not None}
         return parse_value(ChatRequest, wanted)
 
     def check(self) -> None:
-        """Check that fields do not contradict each other. Raises: Rejected."""
+        """Raises: Rejected, if fields contradict each other."""
         _check_blocks(self.messages)
         choice = self.tool_choice
         if choice is not None and (choice.name is None) == (choice.type == "tool"):
@@ -303,10 +303,10 @@ class MessagesRequest(CountRequest):
 
 
 def _check_blocks(messages: Sequence[Turn]) -> None:
-    """Check that blocks are in the right turn and each result belongs to a call. Raises: Rejected."""
+    """Raises: Rejected, if a block is in the wrong turn, or a result belongs to no call."""
     uses: set[str] = set()  # ids of the previous turn
     made: set[str] = set()  # ids of this turn
-    only_results = True  # this turn has had nothing but results so far
+    only_results = True  # this turn has only results so far
     for i, message in enumerate(messages):
         if i and message.role != messages[i - 1].role:  # consecutive messages of a role are one turn
             uses, made, only_results = made, set(), True
@@ -328,7 +328,7 @@ def _wrong(param: str, why: str) -> Rejected:
 
 
 def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Consecutive turns of a role are joined. Each tool result becomes a message."""
+    """A chat's messages. Consecutive turns of a role are joined. Each tool result becomes a message."""
     made: list[dict[str, Any]] = []
     if system:
         made.append({"role": "system", "content": [_chats_text(block.text) for block in system]})
@@ -347,7 +347,7 @@ def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[st
 
 
 def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
-    """Add a block to a turn, whose `reasoning_content` is a list until `turns` joins it."""
+    """`reasoning_content` is a list until `turns` joins it."""
     if isinstance(block, TextBlock):
         turn["content"] = turn["content"] or []
         turn["content"].append(_chats_text(block.text))
@@ -359,7 +359,7 @@ def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
 
 
 def _result(block: ToolResult) -> list[dict[str, str]]:
-    """Return a result as text. It starts with "Error:" for an error, because a chat has no field for that."""
+    """A result as text. An error starts with "Error:", because a chat has no field for that."""
     texts = [part.text for part in block.content or ()]
     return [_chats_text(text) for text in (["Error:", *texts] if block.is_error else texts or [""])]
 

@@ -13,13 +13,13 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Instance records by key.
 
-    If `on_missing` is set, `remove` keeps a record until `put` or `drop`. Its instance may be alive: it lost etcd, or etcd
-    lost its data.
+    With `on_missing`, `remove` keeps a record until `put` or `drop`. The instance may be alive: it lost etcd, or etcd lost its
+    data.
     """
 
     def __init__(self) -> None:
         self.on_missing: Callable[[str], None] | None = None  # called with the key
-        self.missing_in_etcd: set[str] = set()  # keys that have left etcd
+        self.missing_in_etcd: set[str] = set()
         self._records: dict[str, InstanceRecord] = {}
         self._listeners: list[Listener] = []
 
@@ -43,7 +43,7 @@ class InstanceBook:
         self._listeners.append(listener)
 
     def follow(self, role: Role, listener: Listener) -> None:
-        """Call `listener` for each record of a role, and for each change of one."""
+        """Call `listener` for each record of a role, and each change of one."""
 
         def changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
             if role in (was and was.role, now and now.role):

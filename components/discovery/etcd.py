@@ -23,14 +23,14 @@ CALL_TIMEOUT_S: Final = 3.0
 PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum
 HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call
 _CHANNEL: Final = (
-    # Detects a dead host in 13 s; by default gRPC does not ping idle connections.
+    # A dead host shows in 13 s; by default gRPC does not ping idle connections.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
-    ("grpc.max_receive_message_length", -1),  # a watch event may contain the records of a whole fleet
+    ("grpc.max_receive_message_length", -1),  # a watch event may contain a whole fleet's records
 )
 ANYONE: Final = EtcdAccess()
 FREE_SPACE: Final = (
@@ -40,11 +40,11 @@ FREE_SPACE: Final = (
 
 
 class NotAllowed(BackendUnavailable):
-    """This user has no right to a key. The right may be granted later."""
+    """This user has no right to a key, but may get it later."""
 
 
 class DatabaseFull(BackendUnavailable):
-    """etcd accepts no writes and grants no leases until an operator has freed space; it can still be read."""
+    """etcd accepts no writes and grants no leases until an operator frees space; reads work."""
 
 
 class Endpoint(NamedTuple):
@@ -56,7 +56,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """Return the members in MESH_ETCD_URL. Raises: WrongSettings."""
+    """The members in MESH_ETCD_URL. Raises: WrongSettings."""
     members = [_endpoint(one.strip()) for one in url.split(",")]
     try:
         secure = wants_tls(url, "http", "https", "MESH_ETCD_URL")
@@ -87,7 +87,7 @@ def _endpoint(url: str) -> Endpoint:
 
 @contextmanager
 def etcd_client(url: str, access: EtcdAccess = ANYONE) -> Iterator[Any]:
-    """Yield a client of a member that has a quorum. Each new client reads the files of `access` again if they changed."""
+    """A client of a member that has a quorum. Each new one reads changed files of `access` again."""
     with etcd_errors(url):
         client = _open_any(url, access)
         try:
@@ -124,7 +124,7 @@ def keep_lease(
     renewed: Callable[[float], object],
     failed: Callable[[BackendUnavailable, Backoff], object],
 ) -> None:
-    """Renew a lease until `stop` is set or etcd has dropped the lease.
+    """Renew a lease until `stop` is set or etcd has dropped it.
 
     After a failure, retry the same lease: without a leader no lease expires, and the next leader extends it.
 
@@ -153,7 +153,7 @@ def keep_lease(
 def revoke_lease(url: str, lease_id: int, access: EtcdAccess = ANYONE) -> None:
     """Revoke a lease, which removes its keys. If etcd cannot be reached, the lease expires.
 
-    Use a new client: the login token of one that was idle has expired after five minutes.
+    Use a new client: an idle one's login token expires after five minutes.
     """
     with suppress(BackendUnavailable), etcd_client(url, access) as client:
         client.revoke_lease(lease_id)
@@ -183,7 +183,7 @@ def refused(url: str, cause: str) -> str:
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Return the lease's time to live in seconds; 0 if it is gone."""
+    """Time to live in seconds; 0: the lease is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)
@@ -191,7 +191,7 @@ def _refresh(client: Any, lease_id: int) -> int:
 
 def _open_any(url: str, access: EtcdAccess) -> Any:
     members = endpoints(url)
-    random.shuffle(members)  # so that processes do not all use the first one
+    random.shuffle(members)  # processes must not all use the first
     last: Exception | None = None
     for member in members:
         client = _open(member, access)

@@ -1,7 +1,7 @@
 """Make `etcd3` importable with a current protobuf. Import `etcd3` and `etcdrpc` only from here.
 
-protobuf accepts etcd3 0.12.0's message classes only in pure Python, which makes OTLP export fifteen times slower.
-So they are built from the serialized descriptors in etcd3's source.
+protobuf accepts etcd3 0.12.0's message classes only in pure Python, where OTLP export is fifteen times slower. So they are
+built from the serialized descriptors in etcd3's source.
 """
 
 import ast

@@ -21,7 +21,7 @@ TIMEOUT_S: Final = 5.0
 
 
 def admit(client: Any, namespace: str, users: Mapping[str, str], passwords: Mapping[str, str] | None = None) -> None:
-    """Create users, or update the rights of existing ones, and turn authentication on, so all others are refused.
+    """Create users, or update their rights, and turn authentication on, so all others are refused.
 
     Args:
         users: role by name, or `role/instance`.
@@ -37,7 +37,7 @@ def admit(client: Any, namespace: str, users: Mapping[str, str], passwords: Mapp
             permission = auth_pb2.Permission(permType=kind, key=right.prefix.encode(), range_end=end.encode())
             stub.RoleGrantPermission(etcdrpc.AuthRoleGrantPermissionRequest(name=role, perm=permission), TIMEOUT_S)
     for user, role in {**users, ADMINISTRATOR: "root"}.items():
-        password = (passwords or {}).get(user) or secrets.token_urlsafe(24)  # a random password that is not kept
+        password = (passwords or {}).get(user) or secrets.token_urlsafe(24)  # random, and not kept
         _once(stub.UserAdd, etcdrpc.AuthUserAddRequest(name=user, password=password))
         stub.UserGrantRole(etcdrpc.AuthUserGrantRoleRequest(user=user, role=role), TIMEOUT_S)
     stub.AuthEnable(etcdrpc.AuthEnableRequest(), TIMEOUT_S)

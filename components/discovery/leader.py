@@ -17,11 +17,11 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # between checks, while another process has the key
+LOOK_S: Final = 1.0  # between checks for the key
 
 
 class Leadership:
-    """A lease on leadership that ends, by this process's clock, before another process can get the key."""
+    """A lease that ends, by this process's clock, before another process can get the key."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic; 0 without a lease
@@ -106,7 +106,7 @@ class _Campaign:
             if not self.stop.is_set():
                 log.warning("no longer leading", extra={"key": self._key})
         if self.stop.is_set():
-            revoke_lease(self._url, lease_id, self._access)  # so that the next leader need not wait until it expires
+            revoke_lease(self._url, lease_id, self._access)  # the next leader need not wait until it expires
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:

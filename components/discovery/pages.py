@@ -21,7 +21,7 @@ class ScrapeTarget:
 
 
 def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
-    """Return the URL of an instance's page. A loopback address of another host is replaced by that host's name."""
+    """The URL of an instance's page. The host's name replaces a loopback address of another host."""
     url = record.metrics or record.http
     if url is None:
         return None
@@ -32,12 +32,12 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
 
 
 def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost") -> list[ScrapeTarget]:
-    """Return the registered instances that have a metrics page.
+    """The registered instances with a metrics page.
 
     Args:
         namespace: a label.
         asked: host and port at which the scraper reached this process. If that is no loopback address, the scraper is on
-            another host, so loopback pages of this host are listed under the host's name.
+            another host, so this host's loopback pages are listed under the host's name.
     """
     is_local = is_loopback(urlsplit(f"//{asked}").hostname or "")
     own_host = socket.gethostname() if is_local else ""

@@ -1,7 +1,6 @@
 """This process's leased record in etcd, and a mirror of all records.
 
-etcd3 blocks, so one thread renews the lease, and one watches the prefix. An etcd outage removes no process from the
-mesh.
+etcd3 blocks, so one thread renews the lease, and one watches the prefix. An etcd outage removes no process from the mesh.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 log = logging.getLogger(__name__)
 
 PAGE: Final = 256  # records per read, about a megabyte
-JITTER_PER_INSTANCE_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
+JITTER_PER_INSTANCE_S: Final = 0.02  # instances must not all write lost records at once
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
@@ -47,8 +46,8 @@ class Registration:
         self.epoch = epoch or token_hex(4)
         self.leased_until_s = 0.0  # monotonic; set by the lease thread
         self.leaving = False
-        self.revision = 0  # etcd's revision at the last write; like `reads`, used by the lease thread only
-        self.reads = 0  # reads that the mirror had started at the last write
+        self.revision = 0  # etcd's at the last write; used by the lease thread only, as is `reads`
+        self.reads = 0  # reads that the mirror had started by then
 
     def is_leased(self) -> bool:
         return time.monotonic() < self.leased_until_s
@@ -65,8 +64,8 @@ class Registry:
     def __init__(self, url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> None:
         check_access(url, access)
         self.book = InstanceBook()
-        self.connected = False  # whether the mirror is watching etcd; readable from any thread
-        self._contacted_s = time.monotonic()  # of etcd's latest answer; written by both threads
+        self.connected = False  # the mirror is watching etcd; readable from any thread
+        self._contacted_s = time.monotonic()  # etcd's latest answer; written by both threads
         self._url = url
         self._access = access
         self._prefix = _prefix(namespace)
@@ -75,12 +74,12 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
-        self._revision = 0  # etcd's revision that the book has reached; set by the event loop, as is `_reads_taken`
-        self._reads = 0  # reads of the whole prefix that the mirror thread has started
-        self._reads_taken = 0  # the latest read that is in the book
+        self._revision = 0  # etcd's, as of the book; set by the event loop, as is `_reads_taken`
+        self._reads = 0  # reads of the whole prefix, started by the mirror thread
+        self._reads_taken = 0  # the latest in the book
 
     def contact_age_s(self) -> float:
-        """Seconds since etcd last answered. A registered process calls it after each third of its lease's lifetime."""
+        """Time since etcd last answered. A registered process calls it after each third of its lease's lifetime."""
         return time.monotonic() - self._contacted_s
 
     def _contacted(self) -> None:
@@ -88,7 +87,7 @@ class Registry:
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Register within the context. Leaving it revokes the lease, so that no new requests arrive."""
+        """Register within the context. Leaving it revokes the lease: no new requests arrive."""
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
@@ -194,7 +193,7 @@ class Registry:
         ended = threading.Event()
         self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended), metadata=HAS_LEADER)
         try:
-            if self._stop.is_set():  # close() may have found no call to cancel yet
+            if self._stop.is_set():  # close() may have found no call to cancel
                 return
             for response in self._watch_call:
                 self._contacted()
@@ -235,7 +234,7 @@ class Registry:
 
     def _changed(self, kv: Any, kind: int) -> None:
         record = None if kind == 1 else _load(kv.key, kv.value)  # 1: mvccpb.Event.DELETE
-        if record is None:  # an unreadable record counts as absent
+        if record is None:  # an unreadable record is absent
             self.book.remove(_text(kv.key))
         else:
             self.book.put(_text(kv.key), record)
@@ -267,7 +266,7 @@ async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAcce
 
 
 def check_readable(url: str, namespace: str, access: EtcdAccess = ANYONE) -> None:
-    """Check that this user may read the records. Blocks. Raises: NotAllowed, or another BackendUnavailable."""
+    """Blocks. Raises: NotAllowed, or another BackendUnavailable."""
     first = _prefix(namespace).encode()
     with etcd_client(url, access) as client:
         client.kvstub.Range(etcdrpc.RangeRequest(key=first, range_end=_end(first), count_only=True), CALL_TIMEOUT_S)

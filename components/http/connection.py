@@ -28,9 +28,9 @@ from components.http.limits import (
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
-# To close a socket that is still receiving data would lose the last answer.
+# A close of a socket that is still receiving data would lose the last answer.
 LINGER_S: Final = 2.0
-# While the server is stopping: wait for the next request of a client that has not received "Connection: close".
+# While stopping: wait for the next request of a client that has not received "Connection: close".
 LAST_REQUEST_S: Final = 1
 CHECKS_PER_TURN: Final = 512  # about 1 ms
 
@@ -39,7 +39,7 @@ class Waits(StrEnum):
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # the last answer was sent; input is discarded
+    END = auto()  # answered; input is discarded
 
 
 class Connection(HttpToolsProtocol):
@@ -62,16 +62,16 @@ class Connection(HttpToolsProtocol):
         self._waits = Waits.REQUEST
         self.since_s = 0.0  # loop time at which the wait began
         self._taken_bytes = 0  # received since then
-        self._body_bytes = 0  # received bytes that belong to a body
-        self._bare_bytes = 0  # received since the body last grew
+        self._body_bytes = 0  # received, of a body
+        self._bare_bytes = 0
         self._rest_bytes = 0
-        self._moved = False  # whether the last read had body bytes or ended the wait
-        self._fault = Closed.MALFORMED  # reason why the parser stopped
-        self._spared = False  # whether a stop leaves this connection to its own timer
+        self._moved = False  # the last read had body bytes or ended the wait
+        self._fault = Closed.MALFORMED
+        self._spared = False  # a stop leaves this connection to its own timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # so that a close by uvicorn first sends the held writes
+        # uvicorn's close then sends held writes first
         self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
         self.since_s = self.loop.time()
         self._unread = Unread(self._limits, self.since_s)
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as stopped:
-                data = data[stopped.args[0] :]  # the request is answered as plain HTTP, and so are those behind it
+                data = data[stopped.args[0] :]  # this and later requests are answered as plain HTTP
             else:
                 return
 
@@ -155,15 +155,15 @@ class Connection(HttpToolsProtocol):
     def leave(self) -> None:
         """Send `Connection: close` with the next answer.
 
-        An answer that has begun without it may be followed by a request at once, which a close would lose. So the
-        connection then waits LAST_REQUEST_S for one more.
+        An answer that has begun without it may be followed by a request at once, which a close would lose. So the connection
+        waits LAST_REQUEST_S for one more.
         """
         self.timeout_keep_alive = LAST_REQUEST_S
         if self._cycles and not self._cycles[-1].response_started:
             self._cycles[-1].keep_alive = False
 
     def shutdown(self) -> None:
-        """Close if idle. uvicorn would also close right after an answer that is in progress."""
+        """Close if idle. uvicorn would also close right after a running answer."""
         if not (self._is_serving or self._spared):
             self.transport.close()
 
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
         limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
             self._closed.count(Closed.UNREAD)
-            self.transport.abort()  # a close would wait until the rest is sent
+            self.transport.abort()
         elif self.transport.is_closing():
             return
         elif self._waits is Waits.END:
@@ -225,7 +225,7 @@ class Connection(HttpToolsProtocol):
     def _bound_body(self, size: int) -> None:
         """Limit framing bytes after a read of `size` bytes.
 
-        httptools copies the whole trailer at each read, so reads without body bytes have their own limit.
+        httptools copies the whole trailer at each read, so reads without body bytes have a limit of their own.
         """
         limits = self._limits
         self._bare_bytes = 0 if self._moved else self._bare_bytes + size
@@ -272,7 +272,7 @@ class Connection(HttpToolsProtocol):
         return self._unread.is_too_long(now_s, writer.num_bytes, waiting, undelivered=undelivered, is_full=is_full)
 
     def _refuse(self, why: Closed) -> None:
-        """Answer with the reason, unless another answer is in progress, and close."""
+        """Answer with the reason, unless another answer is running, and close."""
         self._closed.count(why)
         if self.transport.is_closing():
             return
@@ -307,7 +307,7 @@ class Connection(HttpToolsProtocol):
 
 
 class BodyPush:
-    """Writes body parts of an answer without awaiting ASGI's `send`."""
+    """Writes an answer's body without awaiting ASGI's `send`."""
 
     __slots__ = ("_cycle",)
 
@@ -331,13 +331,13 @@ class BodyPush:
 def _suited_send(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Coroutine[Any, Any, None]]:
     """`cycle.send` for a client of HTTP/1.0, which reads no chunks, or for one that may never send its body."""
     is_old, send = cycle.scope["http_version"] == "1.0", cycle.send
-    to_close = False  # whether the body ends with the connection
+    to_close = False  # the body ends with the connection
 
     async def suited(message: ASGISendEvent) -> None:
         nonlocal to_close
         if message["type"] == "http.response.start":
             if cycle.waiting_for_100_continue and cycle.more_body:
-                cycle.keep_alive = False  # a client that omits the body would send its next request instead of the body
+                cycle.keep_alive = False  # instead of the body the client may send its next request
             to_close = is_old and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if to_close:
                 cycle.chunked_encoding = False

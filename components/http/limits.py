@@ -1,4 +1,4 @@
-"""Limits on a client's time, bytes and connections, slow consumers among them, and the refusals."""
+"""Limits on a client's time, bytes and connections, also for slow consumers, and the refusals."""
 
 import contextlib
 import fcntl
@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter
 
-SPARE_FILES: Final = 512  # open files for other uses than connections
+SPARE_FILES: Final = 512  # files other than connections
 SHED: Final = 16  # a full server closes one in SHED idle connections, plus one
 
 T = TypeVar("T")
@@ -24,10 +24,10 @@ class ClientLimits:
     head_s: float = 20.0  # from the first byte to the end of the headers
     body_s: float = 20.0  # for a body; plus size / bytes_per_s
     framing: int = 8  # bytes of chunk sizes, extensions and trailers per body byte, plus head_bytes
-    rest_bytes: int = 32 * 1024 * 1024  # of a body, read and discarded after its answer
-    requests: int = 100  # unanswered requests per connection
+    rest_bytes: int = 32 * 1024 * 1024  # of a body, discarded after its answer
+    requests: int = 100  # unanswered, per connection
     first_s: float = 75.0  # until a connection's first byte
-    handshake_s: float = 10.0  # TLS handshake
+    handshake_s: float = 10.0
     unread_s: float = 20.0  # how far a client may lag behind bytes_per_s
     bytes_per_s: float = 4096.0
     check_every_s: float = 1.0
@@ -99,9 +99,9 @@ class OpenConnections:
     """Limits connections and TLS handshakes together."""
 
     def __init__(self, limit: int, closed: CloseCounter) -> None:
-        self.served: Collection[Any] = ()  # uvicorn's own set; TLS connections join after their handshake
-        self.leaving = False  # the server will stop soon: connections close after answers that begin now
-        self._handshakes: dict[object, Callable[[], object]] = {}  # connection to its abort, oldest first
+        self.served: Collection[Any] = ()  # uvicorn's own; TLS connections join after their handshake
+        self.leaving = False  # a stop is near: connections close after answers that begin now
+        self._handshakes: dict[object, Callable[[], object]] = {}  # aborts by connection, oldest first
         self._limit = limit
         self._closed = closed
 
@@ -117,7 +117,7 @@ class OpenConnections:
         self._handshakes.pop(connection, None)
 
     def admit(self, connection: object) -> bool:
-        """Return False if the server is still full."""
+        """False: the server is still full."""
         self.remove_handshake(connection)
         return self._make_room(connection)
 
@@ -145,9 +145,9 @@ def _share(found: Sequence[T]) -> Sequence[T]:
 class Unread:
     """Measures how long bytes wait for a client.
 
-    Each byte that the client takes shortens it, also while as many are added behind. The buffer's size alone would not show
-    that: an answer in equal parts fills it to the same level again and again. The kernel takes bytes from this process in
-    steps of 100 KB or more, so bytes that it has not delivered yet count as waiting, too.
+    Each byte that the client takes shortens it, even if as many are added. The buffer's size would not show that: an answer in
+    equal parts fills it to the same level again and again. The kernel takes bytes in steps of 100 KB or more, so those that it
+    has not delivered count as waiting, too.
     """
 
     def __init__(self, limits: ClientLimits, now_s: float) -> None:
@@ -178,7 +178,7 @@ class Unread:
 
 
 def undelivered_bytes(descriptor: int) -> int:
-    """Return how many bytes of a socket the peer has not acknowledged; 0 if the system does not report it."""
+    """Bytes of a socket that the peer has not acknowledged; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: -1, of a closed socket
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
         return int(count)

@@ -14,12 +14,12 @@ from components.startup import CannotServe
 BACKLOG: Final = 2048
 SEND_BUFFER_BYTES: Final = 256 * 1024  # per connection; the kernel allocates twice that
 SO_ATTACH_FILTER: Final = 26  # Linux's; not in Python
-# Classic BPF; it sees packets from their TCP header on.
+# Classic BPF, from the TCP header on: load the flags; drop the packet if SYN is set; else accept it.
 NO_NEW_CONNECTION: Final = (
-    (0x30, 0, 0, 13),  # load the flags
-    (0x45, 0, 1, 0x02),  # if SYN is set,
-    (0x06, 0, 0, 0),  # drop the packet,
-    (0x06, 0, 0, 0xFFFFFFFF),  # else accept it
+    (0x30, 0, 0, 13),
+    (0x45, 0, 1, 0x02),
+    (0x06, 0, 0, 0),
+    (0x06, 0, 0, 0xFFFFFFFF),
 )
 ADVICE: Final = {  # {} is an option's name without its last word, `host` or `port`
     errno.EADDRINUSE: "stop the process that uses the address, or choose another with {}port",
@@ -30,18 +30,18 @@ OTHER_ADVICE: Final = "choose another {0}host or {0}port"
 
 
 def bind(host: str, port: int, *, share_port: bool, options: str = "--") -> socket.socket:
-    """`options`: beginning of the names of both options, for an error. Raises: CannotServe."""
+    """`options`: how both options' names begin, for an error. Raises: CannotServe."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if share_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        # accepted sockets inherit it; a client waits for each token
+        # inherited by accepted sockets; a client waits for each token
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # only this reserves the port, as two sockets may bind it
+        listener.listen(BACKLOG)  # only this reserves the port: two sockets may bind it
     except (OSError, UnicodeError) as exc:
         listener.close()
         raise CannotServe(cannot_listen(host, port, exc, options)) from exc
@@ -66,8 +66,8 @@ def has_connections(listener: socket.socket) -> bool:
 def refuse_connections(listener: socket.socket) -> None:
     """Have the kernel drop packets that would open a connection here.
 
-    Clients repeat them after a second, and another process on the port serves them. Closing the socket instead would
-    reset connections in a handshake.
+    Clients repeat them after a second, and another process on the port serves them. A close of the socket would reset
+    connections in a handshake.
     """
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTION)
     buffer = ctypes.create_string_buffer(code)

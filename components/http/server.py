@@ -34,10 +34,10 @@ from components.http.writer import HeldWrites
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S: Final = 75  # longer than clients keep connections, so that no request meets a close
-LAST_HANDSHAKES_S: Final = 0.1  # for TCP handshakes at a stop
-LAST_REQUESTS_S: Final = 1.0  # for requests on open connections at a stop
-LAST_ANSWERS_S: Final = 0.5  # for answers of requests that outlive the drain timeout
+KEEP_ALIVE_S: Final = 75  # longer than clients keep connections, so no request meets a close
+LAST_HANDSHAKES_S: Final = 0.1  # for TCP handshakes
+LAST_REQUESTS_S: Final = 1.0  # for requests on open connections
+LAST_ANSWERS_S: Final = 0.5  # for answers that outlive the drain timeout
 TICK_S: Final = 0.005
 DATE_S: Final = 1.0
 
@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
                     await self.ending.wait()
 
     def leave(self) -> None:
-        """Continue to serve, but close each connection after its next answer."""
+        """Serve, but close each connection after its next answer."""
         if not self._connections.leaving:
             self._connections.leaving = True
             for connection in list(self._served):
@@ -105,7 +105,7 @@ class _Server(uvicorn.Server):
             await self._tls.close()
         for connection in list(self._served):
             connection.shutdown()
-        await asyncio.sleep(TICK_S)  # idle connections close in the meantime
+        await asyncio.sleep(TICK_S)
         if self._served or self.server_state.tasks:
             await self._drain()
 
@@ -130,7 +130,7 @@ class _Server(uvicorn.Server):
     async def _last_requests(self) -> None:
         """Wait for requests on new connections, and on idle ones if the port is shared.
 
-        Otherwise an idle client's next request fails anyway.
+        Else an idle client's next request fails anyway.
         """
         until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
         while time.monotonic() < until:
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(TICK_S)
 
     async def _drain(self) -> None:
-        """Wait for the requests in flight. Those that outlive the drain timeout are cancelled, and may still send an error."""
+        """Wait for requests in flight. Those that outlive the drain timeout are cancelled, and may still send an error."""
         if await self._ends_within(self.config.timeout_graceful_shutdown or 0):
             return
         tasks = list(self.server_state.tasks)
@@ -188,17 +188,16 @@ async def serve_http(
 ) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
-    On exit, requests in flight get `drain_timeout_s` to finish. A client whose answer began before may send one more
-    request on its connection.
+    On exit, requests in flight get `drain_timeout_s` to finish. A client whose answer began before may send one more request.
 
     Args:
-        options: beginning of the names of the options for host and port, for an error.
+        options: how the names of the options for host and port begin, for an error.
         share_port: other processes of this user may listen on the port too; the kernel distributes connections.
         tls: serve https with these; a new connection uses what the files then hold.
         refusal: writes the answers to requests that never reach `app`.
         registry: for a counter of closed connections by reason.
         writes: to hold writes during a turn of the loop.
-        leaving: once set, before the exit, each answer has `Connection: close`, so that clients leave by themselves.
+        leaving: once set, before the exit, each answer has `Connection: close`, so that clients leave.
     Raises: CannotServe, if the address cannot be bound; WrongSettings, if a file of `tls` cannot be used.
     """
     contexts = None if tls is None else followed_context(tls)

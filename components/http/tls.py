@@ -18,13 +18,13 @@ from components.startup import WrongSettings
 if TYPE_CHECKING:  # services.local checks certificates without loading uvicorn
     from components.http.connection import Connection
 
-RETRY_ACCEPT_S: Final = 0.1  # after `accept` fails because of the limit on open files
+RETRY_ACCEPT_S: Final = 0.1  # after a failure of `accept`, by the limit on open files
 
 
 class Tls(NamedTuple):
     certificate: str  # with its chain
     key: str
-    options: tuple[str, str] = ("--tls-cert", "--tls-key")  # names of the options, for errors
+    options: tuple[str, str] = ("--tls-cert", "--tls-key")  # for errors
 
     @classmethod
     def of(cls, certificate: Path | None, key: Path | None) -> "Tls | None":

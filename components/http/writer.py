@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class HeldWrites:
-    """Holds writes within the context, and afterwards those of tasks that were woken in it."""
+    """Holds writes within the context, and then those of tasks that were woken in it."""
 
     def __init__(self) -> None:
         self._waiting: list[ConnectionWriter] = []
@@ -43,14 +43,14 @@ class ConnectionWriter(asyncio.Transport):
     def __init__(
         self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
     ) -> None:
-        """`lingers` is called before a close. If it returns True, its owner closes the transport later."""
+        """`lingers` is called before a close. If it returns True, its owner closes the transport."""
         super().__init__()
         self._lingers = lingers
         self._transport = transport
         self._writes = writes
         self._unsent = b""
         self._is_head = False
-        self._ended = False  # after the end, writes are dropped
+        self._ended = False  # writes are dropped
         self.num_bytes = 0  # written
 
     def expect_head(self) -> None:
@@ -83,7 +83,7 @@ class ConnectionWriter(asyncio.Transport):
                 return
             try:
                 self._transport.write(data)
-            except RuntimeError:  # a closed transport must not fail other connections' writes
+            except RuntimeError:  # it must not fail other connections' writes
                 self.abort()
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ class ConnectionWriter(asyncio.Transport):
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """Send held writes and the end of the stream. A TLS client sees the end only at the close."""
+        """Send held writes and the end of the stream, which a TLS client sees only at the close."""
         self.flush()
         self._ended = True
         if self._transport.can_write_eof():

@@ -1,4 +1,4 @@
-"""Aux slots. Prefill writes a record after the last page, so when it arrives, all pages have arrived."""
+"""Aux slots. Prefill writes a record after the last page, so its arrival means that all pages have arrived."""
 
 import asyncio
 import time
@@ -35,10 +35,10 @@ HEAD: Final = np.dtype(
 CHECKSUM: Final = np.dtype("<u4")
 CACHE_LINE: Final = 64  # bytes
 SLOTS: Final = 1024
-DAMAGED_AFTER_S: Final = 1.0  # longer than it takes to write a slot
+DAMAGED_AFTER_S: Final = 1.0  # longer than a write of a slot
 POLL_COMING_S: Final = 0.0002
-POLL_EXPECTED_S: Final = 0.005  # frequent polls slow down the prompt's computation
-LINGER_POLLS: Final = 200  # extra polls after an arrival, as its writer may still need progress on our side
+POLL_EXPECTED_S: Final = 0.005  # frequent polls slow down prefill
+LINGER_POLLS: Final = 200  # after an arrival, as its writer may still need progress on our side
 COMING_S: Final = 1.0
 
 
@@ -57,8 +57,8 @@ class AuxRecord:
     first_token: int
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None  # of the sent pages, in order
-    intact: bool = True  # False if the record's own checksum is wrong
-    logprobs: TokenLogprobs | None = None  # of the first token
+    intact: bool = True  # False: the record's own checksum is wrong
+    logprobs: TokenLogprobs | None = None
 
 
 class AuxBuffer:
@@ -67,13 +67,12 @@ class AuxBuffer:
         self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
         self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
         self._seals = self._heads["seal"]
-        self._free = deque(range(slots))  # oldest first, so that late writes hit unused slots
+        self._free = deque(range(slots))  # oldest first, so late writes hit unused slots
         self._is_taken = bytearray(slots)
         self._wrong_seals: dict[int, tuple[int, float]] = {}  # seal and time first seen, by slot
 
     @property
     def address(self) -> int:
-        """Address of slot 0."""
         return int(self._memory.ctypes.data)
 
     @property
@@ -106,8 +105,7 @@ class AuxBuffer:
         self._is_taken[slot] = False
         self._free.append(slot)
 
-    def write(self, slot: int, record: AuxRecord) -> None:
-        """Fill a slot, which must have room for the record's checksums."""
+    def write(self, slot: int, record: AuxRecord) -> None:  # the slot must have room for the checksums
         head = self._heads[slot]
         head["stamp"] = record.stamp
         head["num_pages"] = record.num_pages
@@ -142,7 +140,7 @@ class AuxBuffer:
         return bool(found and found == self._seal(slot, notification))
 
     def is_damaged(self, slot: int, now_s: float) -> bool:
-        """Return whether a wrong seal has been there for DAMAGED_AFTER_S. Call it repeatedly; `now_s` is monotonic."""
+        """Return whether a wrong seal has been there for DAMAGED_AFTER_S of repeated calls. `now_s` is monotonic."""
         seal = int(self._seals[slot])
         if not seal:
             return False
@@ -197,14 +195,14 @@ def _read_logprobs(head: np.void) -> TokenLogprobs | None:
 
 
 class AuxArrivals:
-    """Polls aux slots for complete records from peers. Event loop and thread share state by atomic operations only."""
+    """Polls aux slots for complete records. Event loop and thread share state by atomic operations only."""
 
     def __init__(self, aux: AuxBuffer, thread: OwnThread) -> None:
         self._aux = aux
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slot by notification
-        self._coming: dict[str, float] = {}  # announced notifications, polled often until this time
+        self._coming: dict[str, float] = {}  # polled often until this time, by notification
         self._poll_all_s = 0.0  # next poll of the others
         self._linger = 0  # polls left while no slot is expected
 
@@ -217,7 +215,7 @@ class AuxArrivals:
         return future
 
     def poll_often(self, notification: str) -> None:
-        """Complete the slot if its record has arrived, else poll it often."""
+        """Complete the slot if its record has arrived, else poll often."""
         if notification in self._expected and not self._poll_slot(notification):
             is_polling = self._polls_often()
             self._coming[notification] = time.monotonic() + COMING_S
@@ -238,7 +236,7 @@ class AuxArrivals:
         return lingers
 
     def poll(self) -> None:
-        """Poll announced slots, and from time to time all, because an announcement may be lost."""
+        """Poll announced slots, and sometimes all, because an announcement may be lost."""
         now_s = time.monotonic()
         if now_s < self._poll_all_s:
             for notification in list(self._coming):
@@ -257,7 +255,7 @@ class AuxArrivals:
         return any(until_s > now_s for until_s in self._coming.copy().values())
 
     def _poll_slot(self, notification: str) -> bool:
-        """Call it on either thread."""
+        """Runs on either thread."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self._aux.is_sealed(slot, notification):
             return False
@@ -277,4 +275,4 @@ class AuxArrivals:
         if present is None or present is future:  # otherwise it was cancelled and is expected again, in the same turn
             self._expected.pop(notification, None)
             self._coming.pop(notification, None)
-        exception_of(future)  # or asyncio logs it, if the caller has gone
+        exception_of(future)  # or asyncio logs it if the caller has gone

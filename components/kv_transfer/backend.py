@@ -18,23 +18,20 @@ if TYPE_CHECKING:  # services.local and services.inspect start without numpy
 class KvTransfer(Protocol):
     """One process's end of all transfers. Call it on the event loop; blocking work runs elsewhere.
 
-    `deadline_unix_ms` of a write is the deadline of the peer's offer, by our clock. After it the peer may reuse its pages
-    and slot, so a backend calls `check_deadline` just before each post.
+    `deadline_unix_ms` of a write is that of the peer's offer, by our clock. After it the peer may reuse pages and slot, so a
+    backend calls `check_deadline` just before each post.
     """
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What peers need to connect; part of this instance's record in etcd."""
+        """What peers need to connect."""
 
     @property
     def aux(self) -> "AuxBuffer":
         pass
 
     async def connect(self, peer: KvEndpoint) -> None:
-        """Prepare writes to `peer`.
-
-        Raises: IncompatibleLayout, TransferFailed.
-        """
+        """Raises: IncompatibleLayout, TransferFailed."""
 
     async def disconnect(self, agent: str) -> None:
         pass
@@ -44,15 +41,13 @@ class KvTransfer(Protocol):
     ) -> Awaitable[int]:
         """Copy our pages `source` into the peer's pages `target`, which have the same size.
 
-        Shield the call: a cancelled caller is not notified of the write's end.
-        Returns: an awaitable of the bytes that have landed, which may be done already.
+        Shield the call: a cancelled caller does not learn when the write ends.
+        Returns: an awaitable, perhaps done already, of the bytes that have landed.
         Raises: TransferFailed or DeadlineExceeded, when no byte is in flight any more but not all have landed.
         """
 
     def write_pieces(self, agent: str, pieces: "Pieces", deadline_unix_ms: int) -> Awaitable[int]:
-        """Copy one or more pieces into a pool with another page size.
-
-        Other bytes of the target pages are not changed.
+        """Copy one or more pieces into a pool with another page size. Other bytes do not change.
 
         Returns: as `write_pages`.
         """
@@ -72,12 +67,12 @@ class KvTransfer(Protocol):
         """
 
     def poll_often(self, notification: str) -> None:
-        """Poll often, because the peer will soon write its last pages. This hint may be lost or late."""
+        """The peer will soon write its last pages. This hint may be lost or late."""
 
     async def drain_sockets(self) -> None:
         """Return when all bytes that have reached this machine are in the pool.
 
-        After that, no byte of an ended write can arrive. Over TCP, bytes wait in a socket until this process reads it.
+        After that, no byte of an ended write can arrive. TCP keeps bytes in a socket until this process reads it.
         """
 
 
@@ -112,10 +107,9 @@ def endpoint_of(backend: str, agent: str, agent_metadata: str, region: KvRegion,
 
 
 def check_deadline(deadline_unix_ms: int) -> None:
-    """Check an offer's deadline. Call it just before each post.
+    """Check an offer's deadline just before each post.
 
-    A timer is not enough: a process that was stopped and resumed may post before it runs the timer's callback.
-
+    A timer is not enough: a process that was stopped and resumed may post before the timer's callback runs.
     Raises: DeadlineExceeded.
     """
     if time.time() * 1000 >= deadline_unix_ms:

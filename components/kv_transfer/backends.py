@@ -51,16 +51,16 @@ def kv_opener(setting: str) -> Callable[[KvRegion, str, str, int], AbstractAsync
 
 
 def known_transport(backend: str) -> str:
-    """Return a backend's transport, such as "tcp"; empty for UCX, which chooses it for each pair of processes."""
+    """A backend's transport, such as "tcp"; empty for UCX, which chooses one for each pair of processes."""
     return {"mooncake": "tcp", "fake": "none", "nixl/UCX": os.environ.get("UCX_TLS", "")}.get(backend, "")
 
 
 def own_address(etcd_url: str) -> str:
-    """Return this machine's address on the route to etcd, which other workers can reach, too."""
+    """This machine's address on the route to etcd, which other workers can reach, too."""
     parts = urlsplit(etcd_url.partition(",")[0])
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a UDP socket sends nothing
             probe.connect((parts.hostname or "127.0.0.1", parts.port or 2379))
             return str(probe.getsockname()[0])
-    except OSError:  # the name is unknown, or has only IPv6 addresses
+    except OSError:  # an unknown name, or only IPv6 addresses
         return "127.0.0.1"

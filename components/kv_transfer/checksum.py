@@ -1,7 +1,7 @@
-"""Checksums of KV, computed over sent pages by prefill and over received pages by decode.
+"""Checksums of the pages that prefill sent and decode received.
 
-A checksum covers a page of the larger size, in parts of the smaller size, so both sides sum the same bytes.
-zlib's CRC-32 releases the GIL (docs/decisions/015-kv-checksum.md).
+A checksum covers a page of the larger size, in parts of the smaller size, so both sides sum the same bytes. zlib's CRC-32
+releases the GIL (docs/decisions/015-kv-checksum.md).
 """
 
 import asyncio
@@ -19,8 +19,6 @@ from components.wire.layout import KvLayout, KvRegion, of_shard
 
 
 class Checksums(Protocol):
-    """The checksums of one transfer."""
-
     def num_sums(self, tokens: range) -> int: ...
 
     def num_pages(self, tokens: range) -> int: ...
@@ -48,7 +46,7 @@ class PageChecksums:
         self._connections = connections
 
     def of_transfer(self, peer_page_size: int, peer_shards: int = 1, *, every_copy: bool = False) -> Checksums:
-        """Return the checksums of one transfer. `every_copy`: also compare the copies of heads that several ranks hold."""
+        """`every_copy`: also compare the copies of heads that several ranks hold."""
         layout = self._layout
         if layout.shards == peer_shards == 1:
             return TransferChecksums(self._reader, layout.page_size, peer_page_size)
@@ -57,7 +55,6 @@ class PageChecksums:
 
 
 def head_groups(layout: KvLayout) -> list[slice]:
-    """Return the stripes of each head of a rank."""
     per_head = layout.layers * 2
     return [slice(i * per_head, (i + 1) * per_head) for i in range(layout.num_heads)]
 
@@ -65,8 +62,8 @@ def head_groups(layout: KvLayout) -> list[slice]:
 class RankedChecksums:
     """Checksums between instances of several ranks.
 
-    A page's checksum combines those of its heads, so it does not depend on which rank holds a head. Followers sum at the
-    end of the transfer, all at once.
+    A page's checksum combines those of its heads, so it does not depend on which rank holds a head. Followers sum at the end of
+    the transfer, concurrently.
     """
 
     def __init__(
@@ -99,7 +96,6 @@ class RankedChecksums:
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:
-        """Combine the ranks' checksums of one page."""
         heads: dict[int, int] = {}
         damaged = False
         for rank, sums in enumerate(ranks):
@@ -121,10 +117,9 @@ class TransferChecksums:
         self._reader = reader
         self._page_size = page_size
         self._small, self._large = sorted((page_size, peer_page_size))
-        self._page = -1  # the last sum's page, of the larger size
+        self._page = -1  # page of the last sum, of the larger size
 
     async def total(self) -> list[int]:
-        """Return those of the first group."""
         return [page[0] for page in self.groups]
 
     def num_sums(self, tokens: range) -> int:
@@ -139,7 +134,7 @@ class TransferChecksums:
         return self._pages_of(part, self._page_size)
 
     async def add(self, pages: Sequence[int], tokens: range) -> None:
-        if self._small == self._large:  # whole pages move, including rows without a token
+        if self._small == self._large:  # whole pages move, with rows without a token
             tokens = range(tokens.start, -(-tokens.stop // self._large) * self._large)
         work = asyncio.ensure_future(asyncio.to_thread(self._add, list(pages), tokens))
         try:
@@ -154,7 +149,7 @@ class TransferChecksums:
             self._add_page(page, range(max(tokens.start - first, 0), min(tokens.stop - first, self._page_size)), first)
 
     def _add_page(self, page: PageArray, rows: range, first: int) -> None:
-        """Add `rows` of a page, whose row 0 is token `first`."""
+        """Row 0 of the page is token `first`."""
         for start in range(rows.start, rows.stop, self._small):
             if (first + start) // self._large != self._page:
                 self._page = (first + start) // self._large

@@ -1,4 +1,4 @@
-"""Read pages of a GPU, which first gathers them for one copy; and a CUDA context for the current thread."""
+"""Read pages of a GPU, gathered there for one copy; and a CUDA context for the current thread."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,7 @@ import torch
 from components.kv_transfer.page_reader import PageArray
 from components.wire.layout import KvRegion
 
-BATCH_BYTES: Final = 32 << 20  # per copy; the device needs as much to gather pages
+BATCH_BYTES: Final = 32 << 20  # per copy, and of the device's memory
 
 
 class DevicePages:
@@ -17,7 +17,7 @@ class DevicePages:
         """`pool` is uint8 [pages, stripes, page_size, row_bytes]."""
         self._pool = pool
         self._batch = max(1, batch_bytes // max(1, pool[0].numel()))
-        # not the model's stream: they would wait for each other
+        # the model and reads would wait for each other on one stream
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None  # type: ignore[no-untyped-call]
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
@@ -64,4 +64,4 @@ def open_context(device: str) -> None:
     """Make a context current in this thread, because without one UCX may silently copy through host memory."""
     index = torch.device(device).index or 0
     torch.cuda.set_device(index)
-    torch.cuda.current_stream(index).synchronize()  # the first call that needs the context creates it
+    torch.cuda.current_stream(index).synchronize()  # creates the context

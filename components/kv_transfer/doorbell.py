@@ -69,7 +69,7 @@ class DoorbellServer:
     def _ring(self, ring: Ring) -> None:
         future = self._expected.get(ring.notification)
         if future is None or future.done():
-            return  # the slot may belong to another transfer by now
+            return  # the slot may be another transfer's by now
         if self._write_aux is not None and ring.aux:
             self._write_aux(ring.aux_slot, ring.aux)
         future.set_result(None)
@@ -88,12 +88,12 @@ class DoorbellClient:
         return self._writer.is_closing()
 
     async def ring(self, ring: Ring) -> None:
-        """Notify the peer, and wait for its acknowledgement without a timeout.
+        """Notify the peer, and wait for its answer without a timeout.
 
         Raises: TransferFailed, also after `close`.
         """
         asking = self._asking.start(self._ask(ring))
-        asking.add_done_callback(exception_of)  # or asyncio logs it, if the caller has gone
+        asking.add_done_callback(exception_of)  # or asyncio logs it if the caller has gone
         await asyncio.shield(asking)  # or a cancelled caller would leave its answer to the next one
 
     async def close(self) -> None:

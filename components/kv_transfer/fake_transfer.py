@@ -1,6 +1,6 @@
-"""The fake backend, which sends aux slots by doorbell but no KV, to measure the protocol.
+"""The fake backend sends aux slots by doorbell but no KV, to measure the protocol.
 
-Each write costs one round trip, so a write to a dead peer fails as with other backends.
+Each write is a round trip, so a write to a dead peer fails as with other backends.
 """
 
 import asyncio

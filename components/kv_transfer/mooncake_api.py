@@ -15,9 +15,9 @@ LISTENER_LOOKS_UP_S: Final = 1.0
 
 os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # by default it writes a dozen lines to stderr per peer
 os.environ.setdefault("MC_FORCE_TCP", "1")  # RDMA is not tested
-# without it, the first write waits for a connection
+# else the first write waits for a connection
 os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
-os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write once it is sent, so an aux slot could overtake pages
+os.environ["MC_TCP_PROTO"] = "2"  # with 1 a write ends when sent, so an aux slot could overtake pages
 
 try:
     _engine: Any = import_module("mooncake.engine")
@@ -38,7 +38,7 @@ def start_engine(host: str) -> Any:
 
 
 def prepare_end(engine: Any) -> None:
-    """Shorten the timeout of the engine's next `accept`, and wait a second for that call.
+    """Shorten the timeout of the engine's next `accept`, and wait for that call.
 
     The destructor holds the GIL until `accept` returns.
     """

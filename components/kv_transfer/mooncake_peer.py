@@ -1,7 +1,7 @@
-"""Writes to one peer with Mooncake, with an engine and a thread for this peer alone.
+"""Writes to one peer with Mooncake, with an engine and a thread of its own.
 
-A stopped peer that resumes late must not receive writes into reused pages; only ending the engine prevents that.
-Calls may block for a minute on such a peer.
+A stopped peer that resumes late must not receive writes into reused pages; only ending the engine prevents that. Calls may
+block for a minute on such a peer.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class MooncakePeer:
         self.endpoint = endpoint
         self._segment = segment
         self._host = host
-        self._engine: Any = None  # from here on used only by the thread
+        self._engine: Any = None  # used only by the thread, as are the next two
         self._waiting: deque[tuple[_Write, Piece]] = deque()
         self._in_flight: dict[int, _Write] = {}  # by Mooncake's batch id
         self._thread = OwnThread("mooncake", self._poll)
@@ -64,11 +64,11 @@ class MooncakePeer:
         self._thread.post(self._close)
         await self._thread.stop()
 
-    # The methods below run on the thread.
+    # The rest runs on the thread.
 
     def _open(self) -> None:
         self._engine = start_engine(self._host)
-        # an empty write makes Mooncake connect now
+        # an empty write makes Mooncake connect
         batch = self._begin(Piece(0, 0, 0))
         if not batch or self._engine.transfer_check_status(batch) != LANDED:
             raise TransferFailed(f"no Mooncake engine answers at {self._segment!r}")
@@ -101,7 +101,7 @@ class MooncakePeer:
         return POLL_S if self._in_flight else None
 
     def _begin(self, piece: Piece) -> int:
-        """Post a piece. Returns Mooncake's batch id; 0: refused."""
+        """Returns Mooncake's batch id; 0: refused."""
         try:
             return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
         except (TypeError, RuntimeError) as exc:  # such as an invalid address

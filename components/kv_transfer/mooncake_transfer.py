@@ -1,7 +1,7 @@
 """The Mooncake backend: host memory over TCP, without a metadata server.
 
-One engine listens and holds the pool; each peer has another one for writes. A write completes at the peer's
-acknowledgement, so no aux slot or doorbell overtakes pages.
+One engine listens and holds the pool; each peer has another for writes. A write ends at the peer's acknowledgement, so no aux
+slot or doorbell overtakes pages.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class MooncakeTransfer:
         self._peers[peer.agent] = known
         try:
             await known.opened()
-        except MeshError:  # without this, the peer would be unusable until this process ends
+        except MeshError:  # else the peer would stay unusable
             if self._peers.get(peer.agent) is known:
                 await self.disconnect(peer.agent)
             raise

@@ -1,4 +1,4 @@
-"""The transfer end of an instance on several devices: rank 0's own, and those of the followers."""
+"""The transfer ends of an instance on several devices."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +17,7 @@ from components.wire.layout import KvRegion, of_shard
 
 
 class MultiRankTransfer:
-    """Implements `KvTransfer`. Its own `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
+    """Implements `KvTransfer`. Its `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
 
     def __init__(self, own: KvTransfer, connections: Sequence[RankConnection], followers: list[RankEndpoint]) -> None:
         self.aux = own.aux
@@ -52,7 +52,7 @@ class MultiRankTransfer:
 
     def _order_all(self, order: Receive | Hasten) -> None:
         for connection in self._connections:
-            connection.ask(order).add_done_callback(exception_of)  # ignored: if a follower ends, the instance ends, too
+            connection.ask(order).add_done_callback(exception_of)  # ignored: the instance ends with a follower
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Opened:
 async def open_transfer(
     setting: str, region: KvRegion, agent: str, host: str, max_request_pages: int
 ) -> AsyncIterator[Opened]:
-    """Open the ends of all ranks. Without followers it is the backend's own."""
+    """Without followers it is the backend's own end."""
     async with kv_opener(setting)(region, agent, host, max_request_pages) as own:
         if not region.followers:
             yield Opened(own, Writes(own))

@@ -1,6 +1,6 @@
-"""NIXL's agent, imported without torch.
+"""NIXL's agent, without torch, which `import nixl` imports in a second and 200 MB.
 
-`import nixl` imports torch, which takes a second and 200 MB. Without CUDA either build works.
+Without CUDA either build works.
 """
 
 import os
@@ -8,7 +8,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
-# Both are read when the module loads. By default UCX logs to stdout, between the lines of programs that print.
+# Both are read at the import. By default UCX logs to stdout, between the lines of programs that print.
 os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
 os.environ.setdefault("UCX_LOG_FILE", "stderr")
 
@@ -19,7 +19,7 @@ def _package() -> str:
     except metadata.PackageNotFoundError:
         without_cuda = False
     builds = [name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name)]
-    is_needed = without_cuda or not find_spec("nixl")  # a build may be installed without the package that chooses one
+    is_needed = without_cuda or not find_spec("nixl")  # a build may be installed alone
     return builds[0] if builds and is_needed else "nixl"
 
 

@@ -1,7 +1,7 @@
 """The NIXL backend: one agent, with a thread for long writes and polls.
 
-On one machine UCX copies the bytes in the thread that posts a write. Without a progress thread, other threads may use
-it one at a time (UCS_THREAD_MODE_SERIALIZED).
+On one machine UCX copies the bytes in the thread that posts a write. Without a progress thread, threads must take turns
+(UCS_THREAD_MODE_SERIALIZED).
 """
 
 import asyncio
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-SHORT_BYTES: Final = 8 << 20  # up to this size, a write is posted on the event loop, for about a millisecond
-DESCRIPTOR_BYTES: Final = 32 << 10  # bytes that are copied in the time that one descriptor costs
-POSTED_PIECES: Final = 2048  # in one post, during which other transfers wait
+SHORT_BYTES: Final = 8 << 20  # a write up to this is posted on the event loop, in about 1 ms
+DESCRIPTOR_BYTES: Final = 32 << 10  # copied in the time that a descriptor costs
+POSTED_PIECES: Final = 2048  # per post, during which other transfers wait
 
 
 @dataclass(slots=True)
@@ -79,8 +79,8 @@ class NixlTransfer:
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        self._failed: list[_Write] = []  # failed writes whose handles NIXL has not released
-        self._lost: set[str] = set()  # agents whose connection broke; the agents may be alive
+        self._failed: list[_Write] = []  # NIXL has not released their handles
+        self._lost: set[str] = set()  # agents, perhaps alive, whose connection broke
         self._slow = SlowPeers()
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = AuxArrivals(self.aux, self._thread)
@@ -101,7 +101,7 @@ class NixlTransfer:
             ) from exc
 
     async def stop(self) -> None:
-        """End the thread. Writes in flight fail, although their bytes may still arrive: do not report transfers as over."""
+        """Writes in flight fail, although their bytes may still arrive: do not report transfers as over."""
         await self._thread.stop()
         for write in [*self._writes, *self._failed]:  # otherwise their callers would keep this process from exiting
             self._thread.settle(write.done, error=TransferFailed("this process is leaving"))
@@ -116,7 +116,7 @@ class NixlTransfer:
             await self._thread.ask(lambda: self._connect(peer))
 
     async def disconnect(self, agent: str) -> None:
-        known = self._peers.pop(agent, None)  # at once, so that a new connection is queued behind this
+        known = self._peers.pop(agent, None)  # at once, so a new connection is queued behind this
         self._lost.discard(agent)
         self._slow.forget(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
@@ -161,8 +161,7 @@ class NixlTransfer:
             slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
             return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
 
-        # only bytes of pages are counted
-        return self._write(make, agent, 0, deadline_unix_ms, short=self._short_pages > 0)
+        return self._write(make, agent, 0, deadline_unix_ms, short=self._short_pages > 0)  # 0: only pages are counted
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self._arrivals.expect(notification, slot)
@@ -181,7 +180,7 @@ class NixlTransfer:
         post(lambda: self._post(make, agent, num_bytes, deadline_unix_ms, done))
         return done
 
-    # The methods below run on NIXL's thread, or for short writes on the event loop, but never on both at once.
+    # The rest runs on NIXL's thread, or for short writes on the event loop, but never on both at once.
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
@@ -217,7 +216,7 @@ class NixlTransfer:
         return self._agent.prep_xfer_dlist(agent, self._descriptors(address, offsets, size, device))
 
     def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
-        # pieces differ between writes, so prepared descriptors do not help
+        # prepared descriptors do not help: pieces differ between writes
         local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
         remote = self._descriptors(peer.base_address, pieces.target, pieces.length, peer.device)
         return self._agent.initialize_xfer("WRITE", local, remote, peer.agent)
@@ -269,7 +268,6 @@ class NixlTransfer:
         deadline_unix_ms: int,
         done: asyncio.Future[int],
     ) -> bool:
-        """Return whether the write is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
@@ -291,7 +289,7 @@ class NixlTransfer:
         write = _Write(agent, handle, num_bytes, done, time.monotonic())
         try:
             state = str(self._agent.transfer(handle))
-        except Exception as exc:  # noqa: BLE001  a peer that was lost before; part of the write may have been posted
+        except Exception as exc:  # noqa: BLE001  a lost peer; part of the write may have been posted
             log.warning("KV write not posted", extra={"peer": agent, "cause": str(exc) or type(exc).__name__})
             state = "ERR"
         if not self._finished(write, state):
@@ -310,10 +308,10 @@ class NixlTransfer:
         return POLL_WRITES_S if self._writes or self._failed else self._arrivals.poll_interval_s()
 
     def _make_progress(self) -> None:
-        """Call NIXL, because over TCP bytes arrive only during a call."""
+        """Over TCP bytes arrive only during a call of NIXL."""
         try:
             self._agent.get_new_notifs()
-        except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
+        except Exception as exc:  # noqa: BLE001  other writes need the thread
             log.warning("NIXL cannot be polled, trying again", extra={"cause": str(exc) or type(exc).__name__})
 
     def _state(self, write: _Write) -> str:
@@ -324,7 +322,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Return False for a write that has not ended."""
+        """Whether the write has ended."""
         if state == "PROC":
             return False
         if state == "DONE":
@@ -351,14 +349,14 @@ class NixlTransfer:
         """Settle a failed write once NIXL has released its handle. Until then bytes may be in flight."""
         try:
             write.handle.release()
-        except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
+        except Exception:  # noqa: BLE001  active inside NIXL: tried again at the next poll
             return False
         self._thread.settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
         return True
 
 
 def _in_posts(count: int, step: int, write: Callable[[slice], Awaitable[int]]) -> Awaitable[int]:
-    """Write `count` parts, up to `step` per post. Other writes may run between posts; each post checks its deadline."""
+    """Post up to `step` of `count` parts at a time. Other writes may run between posts; each post checks its deadline."""
     return write(slice(None)) if count <= step else _one_by_one(count, step, write)
 
 

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 # socket states in /proc/<pid>/net/tcp
 ESTABLISHED: Final = "01"
 LISTEN: Final = "0A"
-MAX_CONNECTIONS: Final = 1024  # maximum number reported; a worker has a few for each peer
+MAX_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
 SELF: Final = Path("/proc/self")
 
 
@@ -42,7 +42,7 @@ def new_listeners_logged() -> Iterator[None]:
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:
-    """Return a process's TCP listeners; None: of this one."""
+    """A process's TCP listeners; None: of this one."""
     process = Path("/proc") / str(pid or "self")
     return {_listener(local) for local, _ in tcp_sockets(process, LISTEN, open_files(process))}
 
@@ -79,10 +79,10 @@ def _listener(local: str) -> Listener:
 
 
 def observed_transport() -> TransportStatus:
-    """How this process reaches its peers for KV transfer. Reads files of /proc, which takes some 20 ms. Raises: OSError.
+    """How this process reaches its peers for KV transfer. Reading /proc takes some 20 ms. Raises: OSError.
 
-    NIXL reports only its backend's name, and has no call for the transport that UCX chose for a peer. But a shared memory
-    segment, an RDMA device or a TCP connection is open in the process that uses it.
+    NIXL has no call for the transport that UCX chose for a peer. But the process that uses a shared memory segment, an RDMA
+    device or a TCP connection has it open.
     """
     maps = (SELF / "maps").read_text(errors="replace")
     files = open_files(SELF)

@@ -1,4 +1,4 @@
-"""A thread that owns a transfer library, and lets the event loop use it while idle."""
+"""A thread that owns a transfer library; the event loop may use it while idle."""
 
 import asyncio
 import queue
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs long work and polls. Short work runs on the caller's thread, because a handover would cost more than the work."""
+    """Runs long work and polls. Short work runs on the caller's thread, because a handover costs more."""
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
-        """`poll` runs after each piece of work, and returns the seconds until the next poll; None: no poll."""
+        """`poll` runs after each piece of work, and returns the seconds until the next; None: no poll."""
         self._name = name
         self._poll = poll
         self._loop = asyncio.get_running_loop()
@@ -35,7 +35,7 @@ class OwnThread:
         await asyncio.to_thread(self._thread.join)
 
     def post(self, work: Callable[[], object]) -> None:
-        """Run `work`, which must not raise, on the thread."""
+        """`work` must not raise."""
         self._check_runs()
         self._work.put(work)
 
@@ -58,7 +58,7 @@ class OwnThread:
         self._work.put(_nothing)
 
     async def ask(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on the thread.
+        """Run `work` on the thread.
 
         Raises: MeshError as it is; TransferFailed for any other error.
         """
@@ -68,14 +68,14 @@ class OwnThread:
         return await future
 
     def settle(self, future: asyncio.Future[Any], result: Any = None, error: MeshError | None = None) -> None:
-        """Complete a future of the loop. Call it on either thread."""
+        """Complete a future of the loop, from either thread."""
         if threading.get_ident() == self._loop_thread:
             _settle(future, result, error)
         else:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
 
     def _check_runs(self) -> None:
-        """Raise TransferFailed after `stop`: the library may be gone."""
+        """After `stop` the library may be gone."""
         if self._stopped:
             raise TransferFailed(f"{self._name}: this process is leaving")
 

@@ -18,7 +18,7 @@ class PageReader(Protocol):
     """Reads pages of a pool, which must outlive it, from any thread."""
 
     def read(self, pages: Sequence[int]) -> Iterator[PageArray]:
-        """Yield each page, valid until the next; it may be the pool itself."""
+        """Yield pages, each valid until the next; it may be the pool itself."""
 
 
 class HostPages:

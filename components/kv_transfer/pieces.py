@@ -1,7 +1,7 @@
-"""The copies between two pools: whole pages in runs, or pieces of pages with different sizes or other heads.
+"""The copies between two pools: whole pages in runs, or pieces of pages with different sizes or heads.
 
-`KvLayout` has the shape of a page; its contiguous [page_size, head_dim] parts are stripes. Heads are outermost, so a
-tensor-parallel rank's share is a slice of the stripes.
+A page's contiguous [page_size, head_dim] parts are stripes. Heads are outermost, so a tensor-parallel rank's share is a slice
+of the stripes.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def cut(
     """Return the copies of `tokens` from one rank's pool to another's, for compatible layouts.
 
     Both block tables begin at token 0; unused entries are not read.
-    Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
-    sides, as all stripes of whole pages of equal size do. No piece for ranks without a common head.
+    Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both sides, as those
+    of whole pages of equal size do. No piece for ranks without a common head.
     """
     heads = shared_heads(ours, theirs)
     unit = min(ours.page_size, theirs.page_size)
@@ -55,7 +55,7 @@ def cut(
 
 
 def shared_heads(ours: KvLayout, theirs: KvLayout) -> range:
-    """Return the heads that our rank writes into a peer's rank. If several of our ranks hold a head, only the first does."""
+    """The heads that our rank writes into a peer's. If several of our ranks hold a head, only the first writes it."""
     copies = max(1, ours.shards // ours.kv_heads)
     if ours.shard % copies:
         return range(0)
@@ -84,7 +84,7 @@ def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` of our pages from `source` on, and of the peer's pages from `target` on."""
+    """`count` pages: ours from `source` on, the peer's from `target` on."""
 
     source: int
     target: int
@@ -92,7 +92,7 @@ class Run:
 
 
 def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
-    """Return the fewest runs that copy each page source[i] to page target[i].
+    """The fewest runs that copy each page source[i] to target[i].
 
     Raises: TransferFailed, if the lists differ in length or a page is outside its pool.
     """

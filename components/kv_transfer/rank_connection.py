@@ -1,4 +1,4 @@
-"""Orders from an instance's leader to the transfer end of a follower, over a Unix socket."""
+"""Orders from an instance's leader to a follower's transfer end, over a Unix socket."""
 
 import asyncio
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Make progress for peers that write, or stop it."""
+    """Make progress for writing peers, or stop it."""
 
     on: bool
 
@@ -91,7 +91,6 @@ answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """Return None at the end of the stream."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return await reader.readexactly(length)
@@ -111,7 +110,7 @@ class RankConnection:
         self._rank = rank
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._writes: set[int] = set()  # numbers of write orders without an answer
+        self._writes: set[int] = set()  # numbers of unanswered write orders
         self._count = 0
         self._is_over = False
         self._reading = asyncio.create_task(self._read(reader), name=f"rank {rank}")
@@ -127,10 +126,10 @@ class RankConnection:
         return cls(rank, reader, writer)
 
     def ask(self, order: Order) -> asyncio.Future[Answer]:
-        """Send an order. Returns a future of the answer; TransferFailed if the order failed, or the follower has ended.
+        """Returns: a future of the answer; TransferFailed if the order failed, or the follower has ended.
 
-        If the follower ends during a write, the write's future stays open until `close`: its last bytes may still land.
-        This instance then ends, too. Until then it must not report the transfer as over.
+        If the follower ends during a write, the write's future stays open until `close`: its last bytes may still land. This
+        instance then ends, too; until then it must not report the transfer as over.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._is_over:

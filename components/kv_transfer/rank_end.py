@@ -1,4 +1,4 @@
-"""A follower's transfer end: executes the leader's orders, on a separate thread from the computation."""
+"""A follower's transfer end, on another thread than the computation."""
 
 import asyncio
 import os
@@ -31,18 +31,18 @@ from components.kv_transfer.writes import Copy, connect_ranks, write_ranks
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvRegion
 
-PLACEHOLDER_NOTIFICATION = "kvmesh-leader"  # a notification that no peer ever sends
+PLACEHOLDER_NOTIFICATION = "kvmesh-leader"  # no peer sends it
 
 
 def serve_rank(path: Path) -> None:
-    """Execute the orders of a leader that connects to `path`, until the process ends."""
+    """Execute a leader's orders, until the process ends."""
     listening = threading.Event()
 
     def run() -> None:
         try:
             asyncio.run(_serve(path, listening))
         finally:
-            listening.set()  # even after an error, in which case the leader cannot connect
+            listening.set()  # even after an error: the leader then cannot connect
 
     threading.Thread(target=run, name="transfers", daemon=True).start()
     listening.wait()

@@ -15,7 +15,7 @@ class SlowPeers:
         self._warned: set[str] = set()
 
     def judge(self, agent: str, num_bytes: int, posted_s: float) -> None:
-        """Warn once per peer, when a write that was posted at `posted_s`, monotonic, has ended."""
+        """Warn once per peer, at the end of a write. `posted_s` is monotonic."""
         if num_bytes < MIN_JUDGED_BYTES or agent in self._warned:
             return
         bytes_s = num_bytes / max(time.monotonic() - posted_s, 1e-9)

@@ -1,4 +1,4 @@
-"""Settings of UCX that NIXL needs, as environment variables, unless the operator has set them."""
+"""UCX settings that NIXL needs, as environment variables that the operator has not set."""
 
 import fcntl
 import logging
@@ -16,8 +16,8 @@ UCX_DEVICES: Final = "UCX_NET_DEVICES"
 UCX_MODULES: Final = "UCX_MODULES"
 UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
 UCX_IPC_CACHE: Final = "UCX_CUDA_IPC_CACHE"
-UNANSWERED: Final = "5s"  # until TCP drops a connection with unacknowledged bytes
-NO_RDMA: Final = "^ib"  # all modules except this one
+UNANSWERED: Final = "5s"  # before a connection with unacknowledged bytes is dropped
+NO_RDMA: Final = "^ib"  # all modules but this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 
 
@@ -51,7 +51,7 @@ def leave_out_rdma() -> None:
 def drop_dead_connections() -> None:
     """Make the kernel close a connection whose peer is unreachable, and drop its unacknowledged bytes.
 
-    By default the kernel resends them for 15 minutes, so they could land after decode has reused its pages.
+    By default it resends them for 15 minutes, so they could land after decode has reused its pages.
     """
     os.environ.setdefault(UCX_USER_TIMEOUT, UNANSWERED)
 
@@ -59,8 +59,8 @@ def drop_dead_connections() -> None:
 def unmap_after_writes() -> None:
     """Make UCX unmap a peer's GPU memory when no write is in flight.
 
-    By default it stays mapped, and a mapping keeps the memory of a killed peer allocated. A restart on the same GPU
-    would then find no free memory. The first peer on each GPU stays mapped nevertheless, until it is disconnected.
+    By default it stays mapped, and a mapping keeps a killed peer's memory allocated, so a restart on the same GPU would find
+    none free. The first peer on each GPU stays mapped until it is disconnected.
     """
     os.environ.setdefault(UCX_IPC_CACHE, "n")
 
@@ -79,5 +79,5 @@ def _interface(host: str) -> str | None:
 
 
 def _rdma_devices() -> list[str]:
-    """`<device>:<port>` of each InfiniBand or RoCE device."""
+    """`<device>:<port>` of each InfiniBand or RoCE port."""
     return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))

@@ -1,6 +1,6 @@
-"""Write tokens from the ranks of this instance into the ranks of a peer.
+"""Write tokens from the ranks of this instance into those of a peer.
 
-Each rank has its own end of the transfer backend. Rank 0's is in this process; a `RankConnection` reaches a follower's.
+Rank 0's end is in this process; a `RankConnection` reaches a follower's.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ def of_rank(peer: KvEndpoint, rank: int) -> KvEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Tokens to move between two block tables, both of which begin at token 0."""
+    """Tokens of two block tables, both of which begin at token 0."""
 
     tokens: range
     source: Sequence[int]
@@ -44,7 +44,7 @@ class Copy:
 
 
 def targets(ours: KvLayout, peer: KvEndpoint) -> list[KvEndpoint]:
-    """Return the ranks of the peer into which our rank writes."""
+    """The ranks of the peer into which our rank writes."""
     ranks = (of_rank(peer, rank) for rank in range(1 + len(peer.followers)))
     return [rank for rank in ranks if shared_heads(ours, rank.layout)]
 
@@ -54,7 +54,7 @@ def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy, deadline_unix_m
     ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
     if ours.page_size != theirs.page_size:
         return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target), deadline_unix_ms)
-    # Include the unused rows of the last page, so that each page is a single piece.
+    # With the unused rows of the last page, each page is a single piece.
     pages = slice(tokens.start // ours.page_size, ours.pages_for(tokens.stop))
     if ours.heads == theirs.heads:
         return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages], deadline_unix_ms)
@@ -63,19 +63,18 @@ def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy, deadline_unix_m
 
 
 async def connect_ranks(transfer: KvTransfer, peer: KvEndpoint) -> None:
-    """Connect our rank to those of the peer into which it writes. Raises: IncompatibleLayout, TransferFailed."""
+    """Raises: IncompatibleLayout, TransferFailed."""
     for rank in targets(transfer.endpoint.layout, peer):
         await transfer.connect(rank)
 
 
 async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> int:
-    """Write from our rank into all ranks of the peer that share heads with it."""
     ranks = targets(transfer.endpoint.layout, peer)
     return await all_ended([write_rank(transfer, to, copy, deadline_unix_ms) for to in ranks])
 
 
 async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
-    """Wait for all writes, even if one fails or the caller is cancelled, so that no byte is in flight. Returns: the sum."""
+    """Wait for all writes, even if one fails or the caller is cancelled, so no byte is in flight. Returns: the sum."""
     running = [asyncio.ensure_future(write) for write in writes]
     await ended(asyncio.gather(*running, return_exceptions=True))
     return sum(write.result() for write in running)
@@ -102,7 +101,7 @@ class Writes:
             await self._transfer.disconnect(one)
 
     def write(self, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
-        """Copy tokens. The awaitable is as that of `KvTransfer.write_pages`."""
+        """Copy tokens. Returns: as `KvTransfer.write_pages`."""
         if not self.connections and not peer.followers:
             return write_rank(self._transfer, peer, copy, deadline_unix_ms)
         tokens = (copy.tokens.start, copy.tokens.stop)

@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=Struct)
 
-# Disconnect from a silent server after 1.6 s, before peers count this process as silent. nats-py's default is four minutes.
+# Disconnect from a silent server after 1.6 s, before peers count this process as silent (nats-py: four minutes).
 PING_EVERY_S: Final = 0.4
 MAX_PINGS: Final = 3  # unanswered
-PENDING_MESSAGES: Final = 1 << 20  # a subscription silently drops messages beyond this; frame numbers reveal it
+PENDING_MESSAGES: Final = 1 << 20  # more are silently dropped; frame numbers reveal it
 PENDING_BYTES: Final = 1 << 30
-HEADERS_BYTES: Final = 512  # headers count, too: NATS closes the connection for one byte too many
+HEADERS_BYTES: Final = 512  # they count, too: NATS closes the connection for one byte too many
 
 
 class Bus:
@@ -54,14 +54,14 @@ class Bus:
         return bool(self.client.is_connected)
 
     def since_reconnect_s(self) -> float:
-        """Return infinity if there was no reconnect, 0 while disconnected."""
-        # nats-py reports itself as connected before it calls us; answers to calls that waited for NATS arrive in between
+        """Infinity without a reconnect, 0 while disconnected."""
+        # nats-py reports itself as connected before it calls us; answers to waiting calls arrive in between
         if not self.client.is_connected or self.disconnected_s > self.reconnected_s:
             return 0.0
         return time.monotonic() - self.reconnected_s
 
     def contact_age_s(self) -> float:
-        """Seconds since NATS last answered a ping, in steps of PING_EVERY_S."""
+        """Time since NATS last answered a ping, in steps of PING_EVERY_S."""
         if self.client.is_connected:
             return float(self.client._pings_outstanding) * PING_EVERY_S
         return time.monotonic() - self.disconnected_s + MAX_PINGS * PING_EVERY_S
@@ -70,10 +70,10 @@ class Bus:
         return self.subscription(self._replies.subject, self._replies.receive)
 
     async def call(self, subject: str, request: Struct, *replies: type[S], timeout_s: float) -> S:
-        """Send `request` and return the answer, one of the classes `replies`.
+        """Return the answer, one of the classes `replies`.
 
-        Raises: PeerLost at once if no process listens; DeadlineExceeded after `timeout_s`; BackendUnavailable if
-        NATS was unreachable during the call; MessageTooLarge; the error that the receiver answered with.
+        Raises: PeerLost at once if no process listens; DeadlineExceeded after `timeout_s`; BackendUnavailable if NATS was
+        unreachable during the call; MessageTooLarge; the error that the receiver answered with.
         """
         data = self._packed(subject, request)
         try:
@@ -100,7 +100,7 @@ class Bus:
             await publish(self.client, subject, data, reply)
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
-        """Return a reply subject for messages to `subject`, for which NATS calls `callback` at once if no process listens.
+        """A reply subject for messages to `subject`: NATS calls `callback` at once if no process listens.
 
         A new callback replaces the earlier one.
         """
@@ -108,14 +108,14 @@ class Bus:
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """Pass each message of `subject` to `handler`, one at a time; it must not block."""
+        """Pass messages to `handler`, one at a time; it must not block."""
         with translated_nats_errors(subject, self.url):
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
         try:
             with translated_nats_errors(subject, self.url):
-                await self.flush()  # NATS must know the subscription before any request is sent
+                await self.flush()  # NATS must know the subscription before a request
             yield
         finally:
             # even while disconnected, because nats-py renews all its subscriptions after an outage
@@ -125,9 +125,8 @@ class Bus:
     async def flush(self) -> None:
         """Wait until NATS has processed everything sent before.
 
-        nats-py writes PING ahead of queued commands. So the first answer proves that they were written, the second
-        that they were processed.
-
+        nats-py writes PING ahead of queued commands, so the first answer proves that they were written, the second that they
+        were processed.
         Raises: nats.errors.Error, OSError.
         """
         with exact_cancellation():

@@ -31,11 +31,11 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-STOP_S: Final = 2.0  # for NATS to process our unsubscription
-LEAVE_S: Final = 5.0  # for running calls, when this process leaves
-KEPT_S: Final = 30.0  # how long an answer is kept for a repeated call
+STOP_S: Final = 2.0  # for our unsubscription
+LEAVE_S: Final = 5.0  # for running calls
+KEPT_S: Final = 30.0  # an answer is kept for a repeated call
 OVER_NATS: Final = {"messaging.system": "nats"}  # span attributes
-KEPT_BYTES: Final = 32 << 20  # of all kept answers
+KEPT_BYTES: Final = 32 << 20  # of all answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Endpoint:
 
     name: str
     request: type[Struct]
-    handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
-    span: str | None = None  # name of the handler's span
-    runs_inline: bool = False  # the handler never waits, so it needs no task
-    is_idempotent: bool = False  # a repeated call may run again, so answers, which are often large, are not kept
+    handler: Callable[[Any], Awaitable[Struct]]  # a MeshError becomes Refused
+    span: str | None = None  # the handler's
+    runs_inline: bool = False  # the handler never waits: it needs no task
+    is_idempotent: bool = False  # a repeated call may run again, so its answer is not kept
     refusal_level: int = logging.INFO  # log level of a refused call
 
 
 class SentAnswers:
-    """Recent answers by reply subject, so that a repeated call runs once and gets the same answer."""
+    """Recent answers by reply subject: a repeated call runs once and gets the same answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -79,7 +79,7 @@ class SentAnswers:
             self._bytes -= len(self._answers.pop(oldest) or b"")
 
     def allow_rerun(self, reply: str) -> None:
-        """Forget a call, so that it runs again if repeated."""
+        """Run the call again if it is repeated."""
         del self._answers[reply]
 
 
@@ -115,7 +115,7 @@ class CallServer:
         return start
 
     def cancel(self) -> None:
-        """Cancel running calls without an answer."""
+        """Running calls get no answer."""
         self._tasks.cancel()
 
     async def drain(self) -> None:
@@ -138,7 +138,7 @@ class CallServer:
             self._refusals.count(endpoint.name, exc)
             facts = {"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message}
             log.log(endpoint.refusal_level, "call refused", extra=facts)
-            # callers of every release try another instance after PeerLost, and that one may support this message
+            # callers of every release try another instance after PeerLost; that one may support this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
@@ -148,7 +148,7 @@ class CallServer:
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
-            request_id.set("")  # this task continues with the next call of the subscription
+            request_id.set("")  # this task continues with the next call
         if reply:
             packed = self._packed(endpoint, reply, answer)
             if endpoint.is_idempotent:
@@ -158,7 +158,7 @@ class CallServer:
             await self._respond(endpoint, request, packed)
 
     def _packed(self, endpoint: Endpoint, reply: str, answer: Struct) -> bytes:
-        """Pack the answer, or a refusal if it is too large for NATS: without one the caller would wait until its timeout."""
+        """Pack the answer, or a refusal if it is too large for NATS: else the caller would wait until its timeout."""
         packed = pack(answer)
         try:
             self._check_size(reply, packed, type(answer).__name__)
@@ -193,8 +193,7 @@ class CallServer:
 class _DirectEndpoint(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
     """An endpoint without a queue group, because only one instance listens on its subject.
 
-    After a reconnect, a NATS cluster may deliver half of a group's calls to the old subscription at a frozen
-    server.
+    After a reconnect, a NATS cluster may deliver half of a group's calls to the old subscription at a frozen server.
     """
 
     async def _start(self) -> None:
@@ -202,7 +201,7 @@ class _DirectEndpoint(MicroEndpoint):  # type: ignore[misc]  # nats-py has no ty
         self._subscription = await self._service._client.subscribe(self._subject, cb=self._handle_request)
 
     async def _stop(self) -> None:
-        """Unsubscribe, but still run the calls that NATS has already delivered, so that callers need not repeat them."""
+        """Unsubscribe, but run the calls that NATS has delivered, so that callers need not repeat them."""
         try:
             with exact_cancellation():
                 await self._subscription.drain()
@@ -228,8 +227,8 @@ async def serve_calls(
 ) -> AsyncIterator[None]:
     """Answer calls within the context. Leaving it waits up to LEAVE_S for running calls, except after an error.
 
-    The wait is limited, because a call may wait for something that never happens: `quiesce` for a write of a rank that
-    has ended, or to a peer that is out of reach. Its caller detects the failure when this process ends.
+    The wait is limited: a call may wait for something that never happens, such as `quiesce` for a write of a rank that has
+    ended, or to an unreachable peer. Its caller detects the failure when this process ends.
 
     Args:
         role: name of the micro service, shared by the role's instances.
@@ -261,10 +260,10 @@ async def serve_calls(
         has_failed = False
     finally:
         if bus.client.is_connected:
-            with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives anyway
+            with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone: no call arrives
                 async with asyncio.timeout(STOP_S):
                     with exact_cancellation():
-                        await service.stop()  # from now on callers get "no responders" at once
+                        await service.stop()  # callers get "no responders" at once
         for subscribed in listening:
             await subscribed.unsubscribe()
         if not has_failed:

@@ -1,10 +1,9 @@
 """Clock skew of other processes, and conversion of their deadlines to our clock.
 
-Arrival time minus sending time is skew plus delay. A peer's smallest recent difference has the shortest delay, so it
-corrects the peer's deadlines. One message is not enough: it may have waited in the socket of a frozen process.
-Therefore old peers are not forgotten: after a long freeze all are old, and a delayed message would count as a
-peer's first one. A delayed first message looks like a skew, so until more messages arrive, the deadline of a
-write is not extended.
+Arrival time minus sending time is skew plus delay. A peer's smallest recent difference has the shortest delay, so it corrects
+the peer's deadlines. One message is not enough: it may have waited in the socket of a frozen process. So old peers are not
+forgotten: after a long freeze all are old, and a delayed message would count as a first one. A delayed first message looks like
+a skew, so until more arrive, the deadline of a write is not extended.
 """
 
 import logging
@@ -28,13 +27,13 @@ MAX_PEERS: Final = 4096
 SHOWN_S: Final = 600.0  # since a peer's last message; the skew of a peer that left must not raise an alert
 MIN_MESSAGES: Final = 3  # before a positive skew is reported, because fewer may all be late
 MIN_KNOWN_S: Final = 1.0  # since the first message; messages that waited together arrive together
-MAX_WAIT_MS: Final = 600_000  # longest delay of a first message by a freeze; beyond it, a difference is a skew
+MAX_WAIT_MS: Final = 600_000  # longest delay of a first message by a freeze; a larger difference is a skew
 
 D = TypeVar("D", bound=Dated)
 
 
 def now_ms() -> int:
-    """Wall-clock time, as in all deadlines on the wire: monotonic times differ between processes."""
+    """Wall clock, as in all deadlines on the wire: monotonic times differ between processes."""
     return time.time_ns() // 1_000_000
 
 
@@ -47,7 +46,7 @@ def remaining_s(deadline_unix_ms: int) -> float:
 
 @dataclass(slots=True)
 class _Peer:
-    """Smallest differences in the current and the previous window, in milliseconds."""
+    """Smallest differences in this and the previous window, in milliseconds."""
 
     since_s: float
     smallest: int
@@ -63,7 +62,7 @@ class _Peer:
 
     @property
     def is_known(self) -> bool:
-        """Whether its messages cannot all have been delayed by a freeze."""
+        """Whether a freeze cannot have delayed all its messages."""
         return self.count >= MIN_MESSAGES and self.received_s - self.first_s >= MIN_KNOWN_S
 
 
@@ -71,8 +70,7 @@ class PeerClocks(Collector):
     def __init__(self) -> None:
         self._peers: dict[tuple[str, str], _Peer] = {}  # by role and sender
 
-    def converted(self, message: D) -> D:
-        """Convert the deadline to our clock."""
+    def converted(self, message: D) -> D:  # with its deadline by our clock
         if not message.sent_unix_ms:
             return message
         sender = message.sent_by, message.sender
@@ -99,7 +97,7 @@ class PeerClocks(Collector):
             if len(self._peers) >= MAX_PEERS:
                 self._forget_oldest()
             peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s, now_s)
-        elif now_s - peer.since_s > WINDOW_S:  # only when a message arrives, so a frozen process keeps its measurement
+        elif now_s - peer.since_s > WINDOW_S:  # only at a message: a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)
         peer.received_s = now_s

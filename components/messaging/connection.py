@@ -35,7 +35,7 @@ async def connect_bus(
 ) -> AsyncIterator[Bus]:
     """Connect, and reconnect automatically. If NATS is unreachable at the start, wait and log.
 
-    Raises: WrongSettings; BackendUnavailable, also within the `with` body, if the connection is closed for good.
+    Raises: WrongSettings; BackendUnavailable, also in the body, if the connection is closed for good.
 
     Args:
         url: comma-separated.
@@ -89,7 +89,7 @@ class _ConnectionReports:
 
 
 class _ServerChoice:
-    """Chooses the server that was not tried for the longest time, so a frozen one is not tried repeatedly."""
+    """Chooses the server not tried for the longest time, so a frozen one is not tried repeatedly."""
 
     def __init__(self) -> None:
         self._tried: dict[str, float] = {}  # monotonic time by host and port
@@ -148,7 +148,7 @@ async def _connected(client: SecureClient, choice: _ServerChoice, reports: "_Con
 async def _watch(client: Client, url: str) -> None:
     """Restart nats-py's reconnect task if it ends.
 
-    Raises: BackendUnavailable, if the client has closed itself: the process must then end.
+    Raises: BackendUnavailable, if the client has closed itself: the process must end.
     """
     while True:
         await asyncio.sleep(WATCH_EVERY_S)

@@ -1,8 +1,8 @@
 """Whether decode instances subscribe to prefill instances or query them, and how often each instance sends. No I/O.
 
-If every decode instance followed every prefill instance, deliveries would grow with the product of their numbers. So in a
-large fleet decode asks a few prefill instances about each prompt (`components/routing/candidates.py`). Frontends follow all
-decode instances, which send less often as the fleet grows.
+If every decode instance followed every prefill instance, deliveries would grow with the product of their numbers. So in a large
+fleet decode asks a few prefill instances about each prompt. Frontends follow all decode instances, which send less often as the
+fleet grows.
 """
 
 from collections import Counter
@@ -15,13 +15,13 @@ from components.wire.instances import InstanceRecord, Role
 
 ALL_PAIRS: Final = 4096  # pairs up to which decode instances follow prefill instances: 64 of each
 RESUBSCRIBE_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
-PLANNERS: Final = 1  # a planner subscribes to the heartbeats of all workers
+PLANNERS: Final = 1  # they subscribe to all heartbeats
 # deliveries a second, for each kind of message
 DELIVERIES_PER_S: Final = 12_000
-QUERIES_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
-RECEIVED_PER_S: Final = 2_000  # heartbeats of one role that one process receives
-MIN_INTERVAL_S: Final = 0.05  # between two messages of an instance
-MAX_INTERVAL_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
+QUERIES_PER_S: Final = 11_000  # of all decode instances; each costs two deliveries
+RECEIVED_PER_S: Final = 2_000  # heartbeats of one role, by one process
+MIN_INTERVAL_S: Final = 0.05  # between an instance's messages
+MAX_INTERVAL_S: Final = 5.0  # enough for 60,000 pairs of decode and frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
@@ -36,7 +36,7 @@ def kv_events_rest_s(followings: int) -> float:
 
 
 def queries_per_s(decodes: int) -> float:
-    """Return the limit for each decode instance."""
+    """Each decode instance's limit."""
     return QUERIES_PER_S / max(decodes, 1)
 
 
@@ -55,11 +55,11 @@ class FleetSizes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a decode and a prefill instance; subscriptions do not depend on the model."""
+        """Pairs of decode and prefill; subscriptions do not depend on the model."""
         return self._counts["decode"] * self._counts["prefill"]
 
     def followings(self, role: Role) -> int:
-        """Pairs of a worker of `role` and a process that follows it to route to it."""
+        """Pairs of a worker of `role` and a process that routes to it."""
         if role == "prefill":
             return self.pairs if self.pairs <= ALL_PAIRS else 0
         return self._counts["decode"] * self._counts["frontend"]

@@ -40,7 +40,7 @@ class Fleet:
         self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(role) else None
         or_none = role == "prefill"  # decode can compute prompts itself
         self.router = Router(self.policy.make(role, rng), rng, time.monotonic, self.index, or_none=or_none)
-        self.candidate_queries: CandidateQueries | None = None  # set if the fleet may be too large to subscribe to
+        self.candidate_queries: CandidateQueries | None = None  # if the fleet may be too large to subscribe to
         book.follow(role, self._changed)
         alive.on_heartbeat(self.router.record_heartbeat)
 
@@ -106,7 +106,7 @@ def _page_size(record: InstanceRecord) -> int:
 
 
 def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
-    """Tokens up to the last cached depth. `num_cached` comes from another process, so it may be wrong."""
+    """Tokens up to the last cached depth. `num_cached`, another process's, may be wrong."""
     at = min(num_cached, len(prefixes))
     return prefixes[at - 1] * page_size if at > 0 else 0
 
@@ -151,7 +151,7 @@ async def open_fleet(
 
 
 def show_instances(metrics: CollectorRegistry, *alive: Liveness) -> None:
-    """Show how many instances of these roles this process sees, and how many it has lost."""
+    """How many instances of these roles this process sees, and has lost."""
     shown = OnDemand(metrics)
     shown.gauge(
         "kvmesh_instances",

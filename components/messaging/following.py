@@ -1,4 +1,4 @@
-"""NATS subscriptions to a role's workers, which are open while this process follows them."""
+"""NATS subscriptions to a role's workers, open while this process follows them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 QUERY_AFTER_SILENCE_S: Final = 1.0
 CHECK_INTERVAL_S: Final = 0.25
 RETRY_PAUSE_S: Final = 0.5  # after a failed call
-RESEND_TIMEOUT_S: Final = 0.5  # for frames that were sent again
-MAX_HELD: Final = 4096  # frames kept after a gap; later ones are requested again
+RESEND_TIMEOUT_S: Final = 0.5
+MAX_HELD: Final = 4096  # after a gap; later ones are requested again
 
-Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
+Resend = Callable[[int], Awaitable[FramesResent]]  # from the first missing frame
 
 
 @dataclass(slots=True)
 class FrameCounts:
     """Counts over all instances."""
 
-    lost: int = 0  # frames that an instance no longer had
-    gaps: int = 0  # calls after a gap in the numbers
-    checks: int = 0  # calls to an instance that was quiet
+    lost: int = 0  # frames that the instance no longer had
+    gaps: int = 0  # calls after a gap
+    checks: int = 0  # calls to a quiet instance
 
 
 class FrameOrder:
@@ -41,19 +41,19 @@ class FrameOrder:
         resend: Resend,
         counts: FrameCounts,
     ) -> None:
-        """`deliver` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
+        """`deliver` is called once for each frame, in order; `lost` for those that the instance no longer has."""
         self._instance_id = instance_id
         self._deliver = deliver
         self._lost = lost
         self._resend = resend
         self._counts = counts
         self._expected = 0
-        self._held: dict[int, TokenFrame] = {}  # frames after a gap, by number
+        self._held: dict[int, TokenFrame] = {}  # after a gap, by number
         self._loop = asyncio.get_running_loop()
         self._last_frame_s = self._loop.time()
         self._advanced = asyncio.Event()
         self._repairing: asyncio.Task[None] | None = None
-        self.is_wanted = False  # whether streams from this instance are open
+        self.is_wanted = False  # its streams are open
 
     def opened(self) -> None:
         if not self.is_wanted:
@@ -61,7 +61,7 @@ class FrameOrder:
             self._last_frame_s = self._loop.time()
 
     def arrived(self, frame: TokenFrame) -> bool:
-        """Deliver a frame, or hold it after a gap. Return False for a duplicate."""
+        """Deliver a frame, or hold it after a gap. False: a duplicate."""
         if frame.number < self._expected or frame.number in self._held:
             return False
         self._last_frame_s = self._loop.time()
@@ -98,7 +98,7 @@ class FrameOrder:
                 self._counts.checks += 1
             try:
                 answer = await self._resend(self._expected)
-            except MeshError as exc:  # a lost instance ends its streams, and so this loop
+            except MeshError as exc:  # a lost instance ends its streams, and this loop
                 log.debug(
                     "missing frames were not sent again", extra={"instance": self._instance_id, "cause": exc.message}
                 )
@@ -115,7 +115,7 @@ class FrameOrder:
                 return
 
     async def _reached(self, number: int) -> None:
-        """Wait for the frames before `number`, which may get lost again."""
+        """Wait for the frames before `number`, which may be lost again."""
         try:
             async with asyncio.timeout(RESEND_TIMEOUT_S):
                 while self._expected < number:

@@ -1,4 +1,4 @@
-"""Query a role's workers for a heartbeat, for a process that does not subscribe to them."""
+"""Query a role's workers for a heartbeat, without a subscription."""
 
 import asyncio
 import math
@@ -17,7 +17,7 @@ from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import Role
 
 ANSWER_TIMEOUT_S: Final = 0.5
-KEPT_S: Final = 1.0  # how long answers are reused, as a query costs two messages a worker
+KEPT_S: Final = 1.0  # answers are reused, as a query costs two messages a worker
 
 
 class HeartbeatAnswers:
@@ -46,7 +46,7 @@ class HeartbeatQuery:
         self._turn = asyncio.Lock()
 
     async def answers(self) -> HeartbeatAnswers:
-        """Return the answers that arrive within ANSWER_TIMEOUT_S, at most KEPT_S old; none while NATS is unreachable."""
+        """The answers within ANSWER_TIMEOUT_S, at most KEPT_S old; none while NATS is unreachable."""
         async with self._turn:
             if self._clock() - self._answered_s > KEPT_S:
                 beats: dict[str, Heartbeat] = {}

@@ -37,7 +37,7 @@ def heartbeat_of(
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
-    """`load`: of the latest step. `is_stepping`: another step has begun, and may hang."""
+    """`load`: of the latest step. `is_stepping`: another has begun, and may hang."""
     return Heartbeat(
         instance_id=instance_id,
         epoch=epoch,
@@ -134,7 +134,7 @@ class HeartbeatSender:
 
     def _heartbeat(self, rest_s: float) -> Heartbeat:
         heartbeat, now_s = self._make(), time.monotonic()
-        was_stopped = now_s > self._due_s + HEARTBEAT_TOLERANCE_S  # the whole process was stopped, including its engine
+        was_stopped = now_s > self._due_s + HEARTBEAT_TOLERANCE_S  # the whole process was stopped, with its engine
         self._due_s = now_s + max(EVERY_S, rest_s)
         if heartbeat.step != self._made_of_step or not heartbeat.busy or was_stopped:
             self._made_of_step, self._progress_s = heartbeat.step, now_s

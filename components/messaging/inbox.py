@@ -1,4 +1,4 @@
-"""A frontend's side of token streams: passes the items of decode's frames to the readers of their streams."""
+"""A frontend's side of token streams: passes frames' items to the readers of their streams."""
 
 import asyncio
 import logging
@@ -40,11 +40,11 @@ class Reader(Protocol):
         """Take the items of one turn of the event loop, joined into one."""
 
     def fail(self, error: MeshError) -> None:
-        """End the stream; called once, after the last item."""
+        """Called once, after the last item."""
 
 
 class InStream:
-    """One stream from a decode instance. Its items wait for `start`."""
+    """One stream from a decode instance. Items wait for `start`."""
 
     def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals) -> None:
         self.stream_id = stream_id
@@ -66,7 +66,7 @@ class InStream:
     def put(self, item: StreamItem) -> bool:
         """Add an item. A duplicate is dropped; a gap fails the stream.
 
-        Returns: whether the caller must `deliver`: the stream has a reader, and this is its first new item.
+        Returns: whether the caller must `deliver`: there is a reader, and this is its first new item.
         """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
@@ -95,7 +95,7 @@ class InStream:
             self.fail(raised(item.error))
 
     def fail(self, error: MeshError) -> None:
-        """End the stream with an error, after the items that have already arrived."""
+        """End the stream, after the items that have arrived."""
         if self._error is not None:
             return
         self.deliver()
@@ -118,7 +118,7 @@ class _Source:
     epoch: str
     order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
-    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that still send tokens; since when
+    unwanted: dict[int, float] = field(default_factory=dict)  # since when closed streams still send tokens
 
 
 class StreamInbox:
@@ -143,13 +143,13 @@ class StreamInbox:
         self.counts = FrameCounts()
         self._refusals = refusals or Refusals()
         self._together = together or nullcontext()
-        self._waiting: list[InStream] = []  # streams with items to pass on
+        self._waiting: list[InStream] = []
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
         self._cancel: Callable[[str, int], None] = lambda instance_id, stream_id: None
 
     def on_unwanted(self, cancel: Callable[[str, int], None]) -> None:
-        """`cancel` is called with the instance and the id of a closed stream that still sends tokens."""
+        """`cancel` gets the instance and the id of a closed stream that still sends tokens."""
         self._cancel = cancel
 
     def show(self, metrics: CollectorRegistry) -> None:
@@ -170,7 +170,7 @@ class StreamInbox:
         return sum(len(source.streams) for source in self._sources.values())
 
     def open(self, instance_id: str, epoch: str) -> InStream:
-        """Open a stream from an instance. Calls in a row return consecutive ids."""
+        """Calls in a row return consecutive ids."""
         source = self._source(instance_id, epoch)
         stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
         source.streams[stream.stream_id] = stream
@@ -225,7 +225,7 @@ class StreamInbox:
 
     def _source(self, instance_id: str, epoch: str) -> _Source:
         source = self._sources.get(instance_id)
-        if source is not None and source.epoch != epoch:  # a restarted process with the same id; its frames start at 0
+        if source is not None and source.epoch != epoch:  # a restarted process: its frames start at 0
             self.fail_instance(instance_id, DecodeLost(f"decode {instance_id}: registered anew"))
             self.forget_instance(instance_id)
             source = None

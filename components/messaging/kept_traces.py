@@ -1,4 +1,4 @@
-"""Announce the decision to keep a trace: from the frontend with its root to all processes that hold its spans."""
+"""Announce kept traces: from the frontend with the root to all processes that hold spans."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
         ids.clear()
         try:
             await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))
-        except MeshError as exc:  # these traces will lack the spans of other processes
+        except MeshError as exc:  # these traces will lack other processes' spans
             log.warning("kept traces not announced", extra={"count": len(batch), "cause": exc.message})
 
     async def run() -> None:
@@ -51,7 +51,7 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
             yield
     finally:
         held.announce_to(None)
-        await publish()  # traces of requests that failed while this process was stopping
+        await publish()  # requests that failed while this process was stopping
 
 
 @asynccontextmanager

@@ -25,33 +25,33 @@ from components.wire.kv_events import (
 from components.wire.tokens import HASH_BYTES
 
 EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
-MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; beyond this, changes are dropped while NATS is unreachable
-MARK_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
-LONGEST_MARK_PAUSE_S: Final = 60.0  # maximum of the doubling pauses
-MAX_DUMPS: Final = 8  # concurrent dumps of several parts
+MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; more are dropped while NATS is unreachable
+MARK_AFTER_S: Final = 0.5  # then an empty batch reveals a loss of the last one
+LONGEST_MARK_PAUSE_S: Final = 60.0  # of the doubling pauses
+MAX_DUMPS: Final = 8  # concurrent, in parts
 DUMP_IDLE_S: Final = 10.0  # between requests for parts, until a dump is dropped
 
 
 class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
-    A block stored and removed before `take_batches` is not reported. If there are too many changes, they are dropped and a
-    number is skipped, so readers notice the gap. Numbers are never reused.
+    A block stored and removed before `take_batches` is not reported. Too many changes are dropped and a number is skipped, so
+    readers notice the gap. Numbers are never reused.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:
-        self.number = 0  # of the latest batch, sent or dropped
+        self.number = 0  # of the latest batch, also a dropped one
         self.dropped = 0  # numbers since start
         self._max_waiting = max_waiting
         self._max_batch = max_batch
-        self._cached: dict[bytes, None] = {}  # in order of arrival: parents first
-        self._waiting: dict[bytes, bool] = {}  # by block: stored (True) or removed since the latest batch
+        self._cached: dict[bytes, None] = {}  # parents first
+        self._waiting: dict[bytes, bool] = {}  # stored (True) or removed since the latest batch
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def record(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        """Add blocks stored (True) or removed, in order. Redundant changes are ignored."""
+        """Blocks stored (True) or removed, in order. Redundant changes are ignored."""
         cached, waiting = self._cached, self._waiting
         for block, is_stored in changes:
             if is_stored == (block in cached):
@@ -79,7 +79,7 @@ class EventLog:
         ]
 
     def empty_batch(self, instance_id: str, epoch: str) -> KvEventBatch:
-        """By its number, a reader notices that it missed the batch before."""
+        """Its number reveals that a batch was missed."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
 
@@ -91,8 +91,8 @@ class EventLog:
     def dump(self) -> bytes:
         """All cached hashes as of the latest batch.
 
-        Call `take_batches` first. If a block is stored and removed before the next batch, `record` drops both changes.
-        Readers of a dump with that block would keep it.
+        Call `take_batches` first. If a block is stored and removed before the next batch, `record` drops both changes, and
+        readers of a dump with that block would keep it.
         """
         assert not self._waiting
         return pack_hashes(self._cached)
@@ -108,7 +108,7 @@ class EventLog:
 class _Dump:
     number: int
     blocks: bytes
-    asked_s: float  # monotonic time of the latest request
+    asked_s: float  # monotonic; latest request
 
 
 class KvEventPublisher:

@@ -1,4 +1,4 @@
-"""A router's mirror of the caches of a role's instances, kept from their KV events."""
+"""A router's mirror of a role's caches, from KV events."""
 
 import asyncio
 import logging
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 DUMP_TIMEOUT_S: Final = 2.0  # for each part of a dump
 DUMPS_AT_ONCE: Final = 16
-SLICE_BLOCKS: Final = 1024  # blocks of a dump per turn of the event loop; about a millisecond
+SLICE_BLOCKS: Final = 1024  # of a dump per turn of the event loop; about a millisecond
 FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
 BACKOFF_RESET_S: Final = 10.0  # without a dump
 CHECK_INTERVAL_S: Final = 0.5
-SLICES_PER_CHECK: Final = 32  # in one `check`
+SLICES_PER_CHECK: Final = 32
 SWEEP_REST_S: Final = 0.01  # between two slices
 
 
@@ -39,7 +39,7 @@ SWEEP_REST_S: Final = 0.01  # between two slices
 class MirrorCounts:
     batches: int = 0
     gaps: int = 0
-    dumps: int = 0  # including those without changes
+    dumps: int = 0  # also those without changes
     failed_dumps: int = 0
 
 
@@ -108,7 +108,7 @@ class KvMirror:
                 self._asking.clear()
 
     async def check(self) -> None:
-        """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once the index has room."""
+        """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once there is room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
@@ -121,7 +121,7 @@ class KvMirror:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Free the room of instances that left, if others need it. New blocks also do so, but there may be none."""
+        """Free the room of departed instances, if others need it. New blocks do so, too, but there may be none."""
         for _ in range(SLICES_PER_CHECK):
             if not (self.missing and self._index.sweep(SLICE_BLOCKS)):
                 return
@@ -149,7 +149,7 @@ class KvMirror:
         self._wake.set()
 
     async def _sync(self, instance: _Instance) -> None:
-        """Fetch dumps until the instance is current or no longer followed."""
+        """Fetch dumps until the instance is current or not followed."""
         follower = instance.follower
         while follower.needs_dump and self._is_followed(instance):
             if time.monotonic() - instance.dumped > BACKOFF_RESET_S:

@@ -1,4 +1,4 @@
-"""Liveness: expired leases reveal dead instances, missing heartbeats silent and hung ones."""
+"""Liveness: expired leases reveal dead instances, missing heartbeats silent or hung ones."""
 
 import asyncio
 import logging
@@ -26,15 +26,15 @@ from components.wire.instances import InstanceRecord, Role
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their `next_s`
+EVERY_S: Final = USUAL_NEXT_S  # between heartbeats; in a large fleet their `next_s`
 HEARTBEAT_TOLERANCE_S: Final = 1.0
 SILENT_AFTER_S: Final = 2 * EVERY_S + HEARTBEAT_TOLERANCE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-# An instance is stalled after the longer of these two times without a heartbeat or step.
+# An instance is stalled after the longer of these without a heartbeat or step.
 STALLED_AFTER_S: Final = EVERY_S + HEARTBEAT_TOLERANCE_S
 STALLED_AFTER_STEPS: Final = 2.0  # in usual step times
 LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
-NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
+NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS is silent for longer, instances' silence is ignored
 LATEST_STEP_WEIGHT: Final = 0.5  # in the usual step time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
@@ -44,10 +44,10 @@ OnHeartbeat = Callable[[Heartbeat], None]
 
 class Loss(StrEnum):
     SILENT = auto()
-    HUNG = auto()  # its engine completes no steps
-    LEFT = auto()  # its record has left etcd
-    REPLACED = auto()  # a new process has registered under its id
-    DRAINED = auto()  # it was drained before it left
+    HUNG = auto()  # it completes no steps
+    LEFT = auto()  # it has left etcd
+    REPLACED = auto()  # a new process has its id
+    DRAINED = auto()  # drained before it left
 
 
 class InstanceState(StrEnum):
@@ -64,10 +64,10 @@ class InstanceState(StrEnum):
 class _InstanceHealth:
     record: InstanceRecord
     received_s: float  # monotonic; latest heartbeat
-    stepped_s: float  # monotonic; last change of the step counter, or last idle heartbeat
+    stepped_s: float  # monotonic; last new step or idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # usual time between steps under load
-    queried_s: float | None = None  # monotonic; oldest unanswered query
+    queried_s: float | None = None  # monotonic; oldest open query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -89,8 +89,8 @@ class _InstanceHealth:
 class Liveness:
     """The usable instances of one role. Each loss is reported once.
 
-    A process subscribes to all heartbeats, or queries some instances for one (`queries_instances`). If it queries, an
-    instance is silent while a query is unanswered; the others count as alive.
+    A process subscribes to all heartbeats, or queries some instances for one (`queries_instances`). Then an instance is silent
+    while a query is unanswered; the others count as alive.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -112,9 +112,9 @@ class Liveness:
         self._on_lost.append(callback)
 
     def on_ended(self, callback: OnEnded) -> None:
-        """Call `callback` when a process has ended: its record has left etcd, or another one has its instance id.
+        """Call `callback` when a process has ended: its record has left etcd, or another has its id.
 
-        A silent instance counts as lost before its process has ended, and may return.
+        A silent instance is lost before its process has ended, and may return.
         """
         self._on_ended.append(callback)
 
@@ -122,10 +122,10 @@ class Liveness:
         self._on_heartbeat.append(callback)
 
     def usable(self, model: str | None = None, adapter: str = "", *, or_none: bool = False) -> Sequence[InstanceRecord]:
-        """Return live instances that accept work, sorted by id.
+        """Live instances that accept work, sorted by id.
 
-        Briefly silent or stalled ones are included only if there are no others. With `or_none` they never are: the caller
-        has an alternative.
+        Briefly silent or stalled ones are included only if there are no others, and never with `or_none`: the caller has an
+        alternative.
         """
         known = self._usable.get((model, adapter, or_none))
         if known is None:
@@ -146,7 +146,7 @@ class Liveness:
         return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
     def query_instances(self, on: bool) -> None:
-        """Open queries are forgotten, and all times begin anew."""
+        """Forget open queries; all times begin anew."""
         self.queries_instances = on
         for health in self._health.values():
             health.queried_s = None
@@ -176,7 +176,7 @@ class Liveness:
         return 0.0 if health is None or health.queried_s is None else self._clock() - health.queried_s
 
     def to_query(self) -> list[InstanceRecord]:
-        """Return the watched instances, and those that get no work until they answer."""
+        """The watched instances, and those that get no work until they answer."""
         return [
             health.record
             for instance_id, health in self._health.items()
@@ -196,7 +196,7 @@ class Liveness:
         return None if health is None else health.record
 
     def is_lost(self, instance_id: str) -> bool:
-        """True if the instance is gone, silent or hung. A brief stall does not count."""
+        """True if it is gone, silent or hung. A brief stall does not count."""
         health = self._health.get(instance_id)
         return health is None or health.is_lost
 
@@ -208,7 +208,7 @@ class Liveness:
         return Counter(health.state for health in self._health.values())
 
     def ages_s(self) -> dict[str, float]:
-        """Age of the latest heartbeat by instance, or else of its record. For queried instances: of the open query."""
+        """Age of the latest heartbeat, else of the record, by instance. For queried ones: of the open query."""
         now = self._clock()
         return {instance_id: self._silent_s(health, now) for instance_id, health in self._health.items()}
 
@@ -219,7 +219,7 @@ class Liveness:
         return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.received_s)
 
     def record_heartbeat(self, heartbeat: Heartbeat) -> bool:
-        """Record a heartbeat. Return False if the epoch is stale or the instance unknown."""
+        """Return False if the epoch is stale or the instance unknown."""
         health = self._health.get(heartbeat.instance_id)
         if health is None or health.record.epoch != heartbeat.epoch:
             return False
@@ -283,11 +283,11 @@ class Liveness:
         return now - health.received_s
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
-        """Seconds without a step; for queried instances, as of the last answer."""
+        """Time without a step; for queried instances, as of the last answer."""
         return (health.received_s if self.queries_instances else now) - health.stepped_s
 
     def reset_times(self) -> None:
-        """Call it after this process was stopped, which may have caused the silence."""
+        """Call it after a stop of this process, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received_s = health.stepped_s = now
@@ -296,7 +296,7 @@ class Liveness:
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         self._usable.clear()
-        if was is not None and now is not None and was.epoch == now.epoch:  # the same process changed its record
+        if was is not None and now is not None and was.epoch == now.epoch:  # the same process
             self._health[now.instance_id].record = now
             return
         if was is not None and (health := self._health.pop(was.instance_id, None)) is not None:
@@ -334,12 +334,12 @@ def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
 
 
 def silent_after_s(next_s: float) -> float:
-    """Seconds of silence after which an instance is lost."""
+    """Silence after which an instance is lost."""
     return SILENT_AFTER_S + 2 * _beyond_usual_s(next_s)
 
 
 def _beyond_usual_s(next_s: float) -> float:
-    """Seconds by which `next_s` exceeds the usual interval; bounded, so one bad heartbeat cannot keep an instance alive."""
+    """How far `next_s` exceeds the usual; bounded, so one bad heartbeat cannot keep an instance alive."""
     return min(max(EVERY_S, next_s), MAX_INTERVAL_S) - EVERY_S
 
 
@@ -347,7 +347,7 @@ def _beyond_usual_s(next_s: float) -> float:
 async def watch_heartbeats(
     bus: Bus, namespace: str, role: Role, book: InstanceBook, following: SubscriptionChoice | None = None
 ) -> AsyncIterator[Liveness]:
-    """Receive heartbeats and check liveness. While instances are queried instead, `LoadQueries` delivers the heartbeats."""
+    """Receive heartbeats and check liveness. If instances are queried, `LoadQueries` delivers the heartbeats."""
     liveness = Liveness(book, role)
     if following is not None:
         liveness.query_instances(following.queries_instances)

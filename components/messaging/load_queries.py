@@ -1,4 +1,4 @@
-"""Query workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to subscribe to."""
+"""Query workers for load and cached blocks of a prompt, in a fleet too large to subscribe to."""
 
 import asyncio
 import time
@@ -28,13 +28,13 @@ class LoadQueries:
         self._per_s = per_s
         self._rng = rng
         self._allowance = Allowance()
-        self._asking: dict[str, asyncio.Task[int | None]] = {}  # latest question, by instance id
+        self._asking: dict[str, asyncio.Task[int | None]] = {}  # latest, by instance id
         self._tasks = BackgroundTasks()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Query the instances that `Liveness.to_query` returns, at most `per_s()` times a second."""
+        """Query the instances of `Liveness.to_query`, at most `per_s()` times a second."""
         try:
             async with background(self.run(), "ask-heartbeats"):
                 yield self

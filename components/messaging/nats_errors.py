@@ -21,7 +21,7 @@ from components.urls import without_password
 
 
 class translated_nats_errors:  # noqa: N801 - a `contextmanager` function takes three times as long, per message
-    """Context manager that turns nats-py's exceptions into MeshErrors."""
+    """Turns nats-py's exceptions into MeshErrors."""
 
     __slots__ = ("_subject", "_url")
 
@@ -49,7 +49,7 @@ def _to_mesh_error(error: BaseException, subject: str, url: str) -> MeshError | 
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
     if isinstance(error, nats.errors.BadSubjectError):
         return MalformedMessage(f"{subject[:80]!r} is not a valid NATS subject", subject=subject[:80])
-    # nats-py does not catch uvloop's error for a reset socket, nor errors of its own half-closed state
+    # nats-py catches neither uvloop's error for a reset socket, nor errors of its own half-closed state
     if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)
     return None

@@ -1,6 +1,6 @@
 """Decode's side of token streams: sends numbered frames to each frontend, and keeps them for a while.
 
-NATS delivers at most once, so a frontend may have to request lost frames again.
+NATS delivers at most once, so a frontend may request lost frames.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-KEPT_S: Final = 60.0  # how long a frame is kept
-KEPT_BYTES: Final = 64 << 20  # of kept frames, over all frontends
-RESENT_BYTES: Final = 4 << 20  # of frames, in the answer to one call
-PROBE_S: Final = 1.0  # between probes: frames with a reply subject, on which NATS reports a missing listener
-GONE_AFTER_S: Final = 6.0  # time without a listener; longer than a reconnect takes
-REPORT_EXPIRY_S: Final = 60.0  # an older report of a missing listener is ignored: the frontend may have listened since
-QUICK_INTERVALS: Final = 4  # intervals between two frames of a stream that gets several tokens in one interval
+KEPT_S: Final = 60.0  # a frame is kept
+KEPT_BYTES: Final = 64 << 20  # of all kept frames
+RESENT_BYTES: Final = 4 << 20  # in answer to one call
+PROBE_S: Final = 1.0  # between probes: frames with a reply subject, where NATS reports a missing listener
+GONE_AFTER_S: Final = 6.0  # without a listener; longer than a reconnect
+REPORT_EXPIRY_S: Final = 60.0  # an older report of no listener is ignored: the frontend may have listened since
+QUICK_INTERVALS: Final = 4  # between frames of a stream that gets several tokens in one interval
 
 
 class OutStream:
@@ -36,8 +36,8 @@ class OutStream:
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
-        self.gathered: list[int] = []  # unsent tokens, which have the stream's latest numbers
-        self.last_sent_s = 0.0  # monotonic; last sent tokens
+        self.gathered: list[int] = []  # unsent tokens, the stream's latest
+        self.last_sent_s = 0.0  # monotonic
         self.next_seq = 0
 
     def tokens(
@@ -70,7 +70,7 @@ class OutStream:
         self.gathered += token_ids
 
     def move_gathered(self, until_seq: int, frame: TokenFrame) -> None:
-        """Move the gathered tokens to `frame`; their numbers end before `until_seq`."""
+        """Move the gathered tokens, numbered up to `until_seq`, to `frame`."""
         token_ids, self.gathered = self.gathered, []
         frame.add_tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
@@ -88,7 +88,7 @@ class _Lane:
         self.oldest = 0  # number of the first kept frame
         self.frames: deque[bytes] = deque()
         self.probed_s = 0.0  # monotonic; last probe
-        self.is_probing = False  # the last probe had a listener, as far as NATS has reported
+        self.is_probing = False  # the last probe had a listener, as far as reported
         self.no_listener_since_s: float | None = None
 
     @property
@@ -104,7 +104,7 @@ class SentFrames:
         self._bytes = 0
 
     def lane(self, reply_to: str) -> _Lane:
-        """Return a frontend's lane, whose frame numbers never restart within this process."""
+        """A frontend's lane, whose numbers never restart within this process."""
         lane = self._lanes.get(reply_to)
         if lane is None:
             lane = self._lanes[reply_to] = _Lane(reply_to)
@@ -122,7 +122,7 @@ class SentFrames:
 
 
 class StreamOutbox:
-    """Sends items in frames: at once after a pause, else every `interval_s`, as a frame costs two context switches."""
+    """Sends frames: at once after a pause, else every `interval_s`, as a frame costs two context switches."""
 
     def __init__(
         self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
@@ -132,7 +132,7 @@ class StreamOutbox:
         self._epoch = epoch
         self._step = step
         self._interval_s = interval_s
-        self._gathering: list[OutStream] = []  # streams with unsent tokens; may contain duplicates
+        self._gathering: list[OutStream] = []  # with unsent tokens; may repeat
         self._frames: dict[str, list[TokenFrame]] = {}  # by frontend
         self._sent = SentFrames()
         self._on_gone: list[Callable[[str], None]] = []
@@ -142,7 +142,7 @@ class StreamOutbox:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """Send frames within the context. Leaving it waits up to 2 s for the last ones."""
+        """Leaving the context waits up to 2 s for the last frames."""
         async with background(self.run(), "stream-outbox"):
             try:
                 yield self
@@ -158,7 +158,7 @@ class StreamOutbox:
         stream.last_sent_s = time.monotonic()
         if item.prompt_logprobs is None:
             frames[-1].add(item)
-        else:  # in a frame of its own: NATS may refuse a large frame, which would end all of its streams
+        else:  # alone: NATS may refuse a large frame, which ends all its streams
             frames += TokenFrame(), TokenFrame()
             frames[-2].add(item)
         self._begin()
@@ -212,7 +212,7 @@ class StreamOutbox:
         self._wake.set()
 
     def _due(self, now_s: float) -> dict[str, list[TokenFrame]]:
-        """Return the frames to send now. A quick stream waits until it has gathered more tokens."""
+        """The frames to send now. A quick stream gathers more tokens first."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
@@ -235,7 +235,7 @@ class StreamOutbox:
         packed = self._packed(frame, lane.next)
         try:
             self._bus.check_size(reply_to, packed)
-        except MessageTooLarge as exc:  # the frame can never be sent, so its streams end
+        except MessageTooLarge as exc:  # it can never be sent, so its streams end
             packed = self._packed(frame.failed(exc), lane.next)
         self._sent.keep(lane, packed)
         try:
@@ -255,7 +255,7 @@ class StreamOutbox:
         return frame.pack()
 
     def _probe(self, lane: _Lane) -> str:
-        """Return the reply subject on which NATS reports a missing listener; "" if it is too early for a probe."""
+        """The reply subject on which NATS reports a missing listener; "" if it is too early."""
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""

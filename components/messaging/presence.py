@@ -1,6 +1,6 @@
-"""Ask instances whose records have left etcd whether they are still alive.
+"""Ask instances whose records have left etcd whether they are alive.
 
-The instance may have lost its connection to etcd, or etcd its data. So it is kept while it answers over NATS.
+The instance may have lost etcd, or etcd its data, so it is kept while it answers over NATS.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class PresenceCheck:
         self._bus = bus
         self._book = book
         self._rng = rng
-        self._due: dict[str, float] = {}  # monotonic time of the next call, by key
+        self._due: dict[str, float] = {}  # monotonic; next call by key
         self._asking: set[str] = set()
         self._wake = asyncio.Event()
         book.on_missing = self._on_missing
@@ -84,7 +84,7 @@ class PresenceCheck:
         self._asking.discard(key)
         self._wake.set()
         if key not in self._book.missing_in_etcd or self._book.at(key) is not record:
-            return  # a newer record of this key gets its own call
+            return  # a newer record gets its own call
         if gone:
             self._book.drop(key)
         else:
@@ -107,7 +107,7 @@ class PresenceCheck:
 
 @asynccontextmanager
 async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) -> AsyncIterator[None]:
-    """Keep in `book` the instances missing in etcd that answer over NATS."""
+    """Keep in `book` instances missing in etcd that answer over NATS."""
     check = PresenceCheck(bus, book, rng or Random())
     async with background(check.run(), "presence"):
         try:

@@ -43,7 +43,7 @@ class Profiles:
     def __init__(self, who: str, profiler: Profiler) -> None:
         self._who = who
         self._profiler = profiler
-        # Created for the first profile. After kill -9 it is left over; services.local finds it by the process id in its name.
+        # Created for the first profile. After kill -9, services.local finds it by the process id in its name.
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
@@ -74,7 +74,7 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Return the next bytes of a profile; none if it is not ready.
+        """The next bytes of a profile; none if it is not ready.
 
         Raises: Rejected, or the error of the recording.
         """
@@ -100,7 +100,7 @@ class Profiles:
             self._home.cleanup()
 
     async def _begin(self) -> Path:
-        """Return the directory for the profiler's files, which is removed if the start fails."""
+        """The directory for the profiler's files; removed if the start fails."""
         home = self._home or tempfile.TemporaryDirectory(
             prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
         )

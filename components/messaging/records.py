@@ -1,7 +1,7 @@
 """Records shared by all processes, in a JetStream stream that keeps the last message of each key.
 
-They survive their writers and a restart of NATS. If NATS loses its data, an empty stream replaces the lost one.
-If NATS restricts its users' rights, only the administrator may create a stream: a stream can read and write any subject.
+They survive their writers and a restart of NATS. If NATS loses its data, an empty stream replaces the lost one. If NATS
+restricts users' rights, only the administrator may create one: a stream can read and write any subject.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ NO_STREAM: Final = 10059  # JetStream's codes
 STREAM_EXISTS: Final = 10058  # with another configuration
 OTHER_REVISION: Final = 10071
 NO_JETSTREAM: Final = (None, 10039, 10076)  # no answer; not for the account; not on the server
-ELECTION_S: Final = 10.0  # members of a cluster elect a leader in four to nine seconds
+ELECTION_S: Final = 10.0  # clusters elect a leader in four to nine seconds
 ELECTION_PAUSE_S: Final = 0.3
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
 
@@ -41,7 +41,7 @@ class RecordsConfig:
     records: int
     bytes: int
     age_s: float
-    replicas: int = 1  # members of a NATS cluster that each keep all records
+    replicas: int = 1  # cluster members that each keep all records
 
 
 class NoJetStream(BackendUnavailable):
@@ -50,7 +50,7 @@ class NoJetStream(BackendUnavailable):
 
 class Records:
     def __init__(self, bus: Bus, name: str, config: RecordsConfig) -> None:
-        """The records need a stream. `open` creates it if necessary, and so does a call that finds none."""
+        """`open` creates the stream if necessary, and so does a call that finds none."""
         self._bus = bus
         self._jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
         self._config = config
@@ -87,7 +87,7 @@ class Records:
 
         Args:
             revision: store it only if this is still the record's revision.
-        Returns: the record's new revision; None if it was deleted, replaced or evicted since `revision`.
+        Returns: the new revision; None if it was deleted, replaced or evicted since `revision`.
         Raises: MessageTooLarge, BackendUnavailable.
         """
         most = self._bus.client.max_payload - HEADERS_BYTES
@@ -112,7 +112,7 @@ class Records:
             if exc.err_code != OTHER_REVISION or revision is None:
                 raise
             state = (await self._jetstream.stream_info(self._stream)).state
-            was_recreated = state.last_seq < revision  # by another process, after NATS had lost its data
+            was_recreated = state.last_seq < revision  # by another process: NATS had lost its data
             if not was_recreated:
                 return None
         return await self._publish(key, value, None if was_recreated else revision)
@@ -133,7 +133,7 @@ class Records:
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
 
     async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
-        """If several members keep the records, repeat `call` while they may be electing a leader."""
+        """With several members, repeat `call` while they may be electing a leader."""
         end_s = time.monotonic() + (ELECTION_S if self._config.replicas > 1 else 0.0)
         while True:
             try:

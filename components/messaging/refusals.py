@@ -1,4 +1,4 @@
-"""Metric that counts the mesh's messages that this process refused."""
+"""Metric of messages that this process refused."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from components.errors import MeshError
 BAD_TRACEPARENT: Final = "BadTraceparent"  # the message is accepted and may begin a new trace
 DUPLICATE: Final = "Duplicate"
 GAP: Final = "Gap"
-STRANGER: Final = "Stranger"  # its sender is not registered, has another epoch, or does not own the stream
+STRANGER: Final = "Stranger"  # the sender is not registered, has another epoch, or does not own the stream
 
 
 class Refusals(Collector):
-    """Counts refused messages. Labels are our own names, never content of a message."""
+    """Labels are our own names, never content of a message."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()

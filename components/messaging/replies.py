@@ -1,8 +1,7 @@
 """Calls over NATS, with our own reply subjects and one subscription for all answers.
 
-nats-py's `request` reads random bytes from the kernel at each call. That releases Python's lock to the engine's
-thread for up to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer
-(Python 3.11).
+nats-py's `request` reads random bytes from the kernel at each call, which releases Python's lock to the engine's thread for up
+to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer (Python 3.11).
 """
 
 import asyncio
@@ -20,20 +19,20 @@ from components.permissions import answer_subject
 from components.wire.codec import MAX_SUBJECT
 
 FIRST_REPEAT_S: Final = 1.0  # of an unanswered call
-QUICK_REPEATS: Final = 8  # repetitions a second apart; after them the pause doubles, up to MAX_REPEAT_PAUSE_S
+QUICK_REPEATS: Final = 8  # a second apart; then the pause doubles
 MAX_REPEAT_PAUSE_S: Final = 8.0  # between repetitions; the receiver keeps an answer for 30 s, and two may be lost
-STATUS: Final = "Status"  # header of the server's own messages
+STATUS: Final = "Status"  # header of NATS's own messages
 NO_RESPONDERS: Final = "503"
 
 
 class RespondersGone(nats.errors.NoRespondersError):  # type: ignore[misc]  # nats-py has no types
-    """No process listens now, but one may have received the first message of the call."""
+    """No process listens now, but one may have received the first message."""
 
 
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Send a message. Unlike nats-py, this does not lose a cancellation while it waits for the socket.
+    """Unlike nats-py's, this does not lose a cancellation while it waits for the socket.
 
     Raises: nats.errors.BadSubjectError, also for a subject that would end the connection.
     """
@@ -44,10 +43,10 @@ async def publish(
 
 
 class Replies:
-    """The answers to the calls of one connection.
+    """The answers to one connection's calls.
 
-    NATS may lose a call or its answer during a restart. An unanswered call is sent again with the same reply
-    subject, so its receiver recognises it and runs it once.
+    NATS may lose a call or its answer during a restart. An unanswered call is sent again with the same reply subject, so its
+    receiver recognises it and runs it once.
     """
 
     def __init__(self, client: Client) -> None:
@@ -103,7 +102,7 @@ class _Call:
         self._message = message
         self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._repeats = 0
-        self._refused = 0  # number of the latest repetition without a listener
+        self._refused = 0  # latest repetition without a listener
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -112,7 +111,7 @@ class _Call:
         return self._repeats > 0
 
     async def answer(self) -> Msg | None:
-        """Repeat the call until it is answered. Return None if it times out."""
+        """Repeat the call until it is answered. None: a timeout."""
         self._repeat_after(FIRST_REPEAT_S)
         try:
             await publish(self._client, *self._message)

@@ -28,7 +28,7 @@ async def ask_all(
     complete = asyncio.Event()
 
     async def take(message: Msg) -> None:
-        if message.data and receive(message.data):  # empty: NATS reports that no process listens
+        if message.data and receive(message.data):  # empty: no process listens
             complete.set()
 
     inbox = answer_subject(bus.client.new_inbox(), subject, 0)

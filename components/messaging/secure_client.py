@@ -1,6 +1,6 @@
-"""nats-py's client, changed: it reads credential files again for each connection, and never falls back to plain text.
+"""nats-py's client, which here reads credential files for each connection, and never falls back to plain text.
 
-It also parses the header of a traced call in a third of the time.
+It also parses a traced call's header in a third of the time.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from components.credentials import NatsAccess
 from components.startup import WrongSettings
 from components.urls import Login, login_of, wants_tls
 
-# NATS closes a connection with one of these errors when its user was changed, removed, or has expired.
+# NATS closes a connection with one of these when its user was changed, removed, or has expired.
 _LOGIN_OVER: Final = ("authorization violation", "authentication expired", "authentication revoked")
-_TRACED: Final = b"NATS/1.0\r\ntraceparent: "  # and the value, and two ends of lines: a call with one header
+_TRACED: Final = b"NATS/1.0\r\ntraceparent: "  # then the value, and two ends of lines
 ANYONE: Final = NatsAccess()
 
 
 class TlsRefused(nats.errors.Error):  # type: ignore[misc]  # nats-py has no types
-    """The server does not offer TLS. Nothing was sent to it."""
+    """The server offers no TLS. Nothing was sent to it."""
 
 
 class _Transport(TcpTransport):  # type: ignore[misc]
     async def connect_tls(self, *arguments: Any) -> None:
         await super().connect_tls(*arguments)
         assert self._io_writer is not None
-        self._io_writer._protocol._over_ssl = True  # else asyncio logs a warning at each end of a connection
+        self._io_writer._protocol._over_ssl = True  # else asyncio warns at each end of a connection
 
 
 class SecureClient(Client):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class SecureClient(Client):  # type: ignore[misc]
             access.certificates.current()
 
     def login_options(self) -> dict[str, Any]:
-        """Return arguments for `connect`, with the login in the URL apart: nats-py drops it for discovered servers."""
+        """Arguments for `connect`, with the URL's login apart: nats-py drops it for discovered servers."""
         inbox = {"inbox_prefix": self._access.inbox}
         given = self._in_url
         if given.password is not None:
@@ -70,7 +70,7 @@ class SecureClient(Client):  # type: ignore[misc]
         return inbox
 
     async def _connect_to_server(self, s: Srv) -> None:
-        """Connect as nats-py does to URLs other than those of web sockets."""
+        """Connect as nats-py does, without web sockets."""
         s.last_attempt = time.monotonic()
         if not self._transport:
             self._transport = _Transport()
@@ -106,7 +106,7 @@ class SecureClient(Client):  # type: ignore[misc]
         await super()._process_connect_init()
 
     async def ping_again(self) -> None:
-        """Ping after a reconnect, for a waiting `flush`, which would otherwise raise FlushTimeoutError after 10 s.
+        """Ping after a reconnect, for a waiting `flush`, which would else raise FlushTimeoutError after 10 s.
 
         The subscriptions are sent again first, so the answer still proves that NATS has them.
         """
@@ -116,13 +116,13 @@ class SecureClient(Client):  # type: ignore[misc]
                 await self._send_ping(ping)
 
     async def _process_pong(self) -> None:
-        """Accept the answer to a ping whose caller was cancelled or has timed out: nats-py would stop reading after it."""
+        """Accept the answer to a ping whose caller was cancelled or timed out: nats-py would stop reading."""
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def _process_err(self, err_msg: str) -> None:
-        """Reconnect with the current content of the files, where nats-py would close the client for good."""
+        """Reconnect with the files' current content; nats-py would close the client for good."""
         if self._access.may_change and any(words in err_msg.lower() for words in _LOGIN_OVER):
             await self._error_cb(nats.errors.AuthorizationError())
             await self._process_op_err(nats.errors.AuthorizationError())

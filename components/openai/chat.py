@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: request and answer, and the conversation into which all dialects convert their requests."""
+"""`/v1/chat/completions`, and the conversation into which all dialects convert their requests."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ from components.text.chat_template import Ending
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_MESSAGES: Final = 4096
-MAX_PARTS: Final = 1024  # maximum parts of one message
+MAX_PARTS: Final = 1024  # of one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class Conversation:
     messages: list[dict[str, Any]]  # in the form of chat templates
     tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
-    parallel: bool = True  # whether one answer may have several calls
-    effort: Effort | None = None  # the nearest one that the model has is used; None: its default
-    variables: Mapping[str, JsonValue] = field(default_factory=dict)  # template variables set by the client
+    parallel: bool = True  # one answer may have several calls
+    effort: Effort | None = None  # the nearest of the model's is used; None: its default
+    variables: Mapping[str, JsonValue] = field(default_factory=dict)  # for the template, from the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
-    call_chars: int = 0  # characters of the arguments of calls in `messages`
+    call_chars: int = 0  # of calls' arguments in `messages`
 
     @property
     def begun(self) -> str:
@@ -54,7 +54,7 @@ class TextPart(Strict):
 
 
 def _content(value: JsonValue, info: ValidationInfo) -> str | None:
-    """Join parts by newlines, as in vLLM. A tool's result is read without its images."""
+    """Join parts by newlines, as in vLLM. A tool's result is read without images."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -116,7 +116,7 @@ class Message(Strict):
         return self.role != "assistant" or self.refusal is self.reasoning_content is self.reasoning is None
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message for chat templates, which have no developer role."""
+        """Chat templates have no developer role."""
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
         if self.name is not None:
             turn["name"] = self.name
@@ -131,13 +131,13 @@ class Message(Strict):
 
 
 def for_templates(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Return the messages for chat templates, with the results of tools named and in the order of their calls.
+    """Messages for chat templates, with tools' results named and in the order of their calls.
 
     Some templates need a result's name, which clients omit. Many show no ids, and agents send results as they come.
     """
     made: list[dict[str, Any]] = []
     numbers = count()
-    calls: dict[str, tuple[int, str]] = {}  # number and name of each call, by its id
+    calls: dict[str, tuple[int, str]] = {}  # number and name by id
     for are_results, turns in groupby(map(Message.for_template, messages), lambda turn: turn["role"] == "tool"):
         if are_results:
             results = [{"name": calls[turn["tool_call_id"]][1], **turn} for turn in turns]
@@ -238,8 +238,8 @@ def chars_of_calls(messages: Sequence[Message]) -> int:
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Raises: Rejected if a message is empty, or tool calls and results do not match."""
-    calls: set[str] = set()  # ids of the calls that tool messages may answer
-    answers = False  # whether tool messages may follow
+    calls: set[str] = set()  # ids that tool messages may answer
+    answers = False  # tool messages may follow
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
         if message.is_empty:

@@ -24,7 +24,7 @@ MAX_PROMPTS: Final = 128
 
 
 def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """Return the prompts, each a text or token ids, from any form of `prompt`."""
+    """The prompts, texts or token ids, from any form of `prompt`."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:

@@ -85,7 +85,7 @@ class EmbeddingList(BaseModel):
 def embedding_list(
     vectors: Sequence[bytes], request: EmbeddingRequest, model: EmbeddingModel, num_tokens: int
 ) -> Parts:
-    """Yield the JSON of an `EmbeddingList`, vector by vector; `vectors` are float32[dimensions]."""
+    """The JSON of an `EmbeddingList`, vector by vector; `vectors` are float32[dimensions]."""
     shown = (
         Embedding(index=i, embedding=_shown(np.frombuffer(vector, "<f4"), request, model)).model_dump_json().encode()
         for i, vector in enumerate(vectors)

@@ -15,7 +15,7 @@ from components.errors import MeshError, Overloaded
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of the table. Without `text`, clients get the error's own message, which must be safe to show."""
+    """Without `text`, clients get the error's own message, which must be safe to show."""
 
     status: int
     type: str
@@ -42,7 +42,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.UnknownModel: Row(404, _INVALID, "model_not_found"),
     e.UnknownResponse: Row(404, _INVALID, "response_not_found"),
     e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is too large for the mesh."),
-    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's message was malformed, not the client's
+    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's message, not the client's
     e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
     e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
@@ -73,7 +73,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NonFiniteLogits: Row(500, _SERVER, "non_finite_logits", _NOT_FINITE),
 }
 
-IN_VAIN: Final = frozenset({"deadline_exceeded", "non_finite_logits"})  # codes of errors that a retry would repeat
+IN_VAIN: Final = frozenset({"deadline_exceeded", "non_finite_logits"})  # a retry would repeat them
 
 WHY_NO_KV: Final[dict[str, str]] = {  # by `KvUnavailable.fields["cause"]`
     e.KvCorrupt.__name__: "it was corrupted on the way.",
@@ -135,14 +135,14 @@ class ApiError:
     def headers(self) -> list[tuple[bytes, bytes]]:
         headers = dict(self.own_headers)
         if self.code in IN_VAIN:
-            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would retry twice
         elif self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 def from_mesh(error: MeshError, request_id: str) -> ApiError:
-    """Return the client's error for a MeshError. A class without a row of its own uses its nearest parent's."""
+    """The client's error for a MeshError. A class without a row uses its nearest parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     message = row.text or error.message
     if isinstance(error, e.KvUnavailable):
@@ -159,7 +159,7 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
 
 
 def in_other_words(error: ApiError, params: Mapping[str, str]) -> ApiError:
-    """Rename the parameter of `error` by the first pattern in `params` that fits."""
+    """Rename the error's parameter by the first pattern that fits."""
     for pattern, name in params.items() if error.code != "unknown_parameter" else ():
         found = re.fullmatch(pattern, error.param or "")
         if found is not None:
@@ -173,23 +173,23 @@ def _text(value: object) -> str | None:
 
 
 def from_status(status: int, message: str | None = None, headers: Mapping[str, str] | None = None) -> ApiError:
-    """Return the error for a refusal by the web framework, such as a wrong method."""
+    """The error for a refusal by the web framework, such as a wrong method."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
     kind = _SERVER if status >= 500 else _INVALID
     return ApiError(status, message or text, kind, None, code, own_headers=headers or {})
 
 
 def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:
-    """Return content type and body for a refusal by the HTTP server, for `serve_http`."""
+    """Content type and body of a refusal by the HTTP server."""
     return b"application/json", from_status(status, reason).body()
 
 
 def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return the error for an invalid parameter in the URL."""
+    """The error for an invalid parameter in the URL."""
     param = str(faults[0]["loc"][-1])
     return ApiError(400, f"Invalid '{param}': {faults[0]['msg']}.", _INVALID, param, "invalid_value")
 
 
 def internal(request_id: str) -> ApiError:
-    """Return the error for a bug. Only the log has the traceback."""
+    """The error for a bug. Only the log has the traceback."""
     return ApiError(500, f"{_OURS} (request {request_id})", _SERVER, None, "internal_error")

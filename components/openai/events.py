@@ -18,7 +18,7 @@ _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u20
 
 
 def quote(text: str) -> bytes:
-    """Return `text` as a JSON string without line breaks."""
+    """`text` as a JSON string without line breaks."""
     return _in_one_line(_encode(text))
 
 
@@ -31,7 +31,7 @@ def _in_one_line(json_text: str) -> bytes:
 
 
 def member(name: str, value: str) -> bytes:
-    """Return `,"name":value`; `value` is JSON."""
+    """`,"name":value`; `value` is JSON."""
     return b',"%b":%b' % (name.encode(), value.encode())
 
 
@@ -94,7 +94,7 @@ class Events:
         logprobs: BaseModel | None = None,
         more: More = NOTHING,
     ) -> bytes:
-        """Events for a chat's text, reasoning and calls. The first one has the log-probabilities."""
+        """Events for a chat's text, reasoning and calls; the first has the log-probabilities."""
         deltas = [b'"content":%b' % quote(text)] if text else []
         if reasoning:
             quoted = quote(reasoning)

@@ -26,15 +26,15 @@ from components.openai.json_size import check_text, check_value
 from components.wire.sampling import Constraint
 from components.wire.step_stats import DraftCounts
 
-MAX_CHOICES: Final = 128  # maximum `n` per prompt
-MAX_BRANCHES: Final = 512  # per request, over all its prompts
+MAX_CHOICES: Final = 128  # `n` per prompt
+MAX_BRANCHES: Final = 512  # per request, over all prompts
 MAX_ERROR_CHARS: Final = 256  # of an error message that quotes the client
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
-MAX_PRIORITY: Final = 127  # for each step of priority, 256 later requests may overtake
+MAX_PRIORITY: Final = 127  # 256 later requests may overtake for each step
 INT32_MAX: Final = 2**31 - 1
 CODES: Final = {  # OpenAI's codes by pydantic's error types; others are invalid_value
     "extra_forbidden": "unknown_parameter",
@@ -59,7 +59,7 @@ class Strict(BaseModel):
 
 
 def only(*neutral: JsonValue, instead: str = "") -> AfterValidator:
-    """Accept null and these values; refuse others as unsupported. `instead`: the field that clients should use."""
+    """Accept null and these values; refuse others as unsupported. `instead`: the field to use."""
     shown = " or ".join(repr(value).lower() if isinstance(value, bool) else repr(value) for value in neutral)
     what = "has a value that this server does not support" if neutral and not instead else "is not supported"
     hint = f"use '{instead}'" if instead else f"send {shown} or leave it out" if neutral else "leave it out"
@@ -77,7 +77,7 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 
 
 def invalid(message: str, at: str = "") -> PydanticCustomError:
-    """Return a validation error. `at`: path below the field, such as `[0].type`."""
+    """`at`: path below the field, such as `[0].type`."""
     return PydanticCustomError("value_error", message, {"at": at})
 
 
@@ -86,13 +86,13 @@ def tagged(kind: str) -> Tag:
 
 
 class _ByType(Discriminator):
-    """Hashable, as members of a union must be, although its context is a dict."""
+    """Members of a union must be hashable; the context is a dict."""
 
     __hash__ = object.__hash__
 
 
 def by_type(*kinds: str, default: str = "", note: str = "") -> Discriminator:
-    """Choose a union's model by an object's `type`, or else by `default`. `note`: what the refusal adds."""
+    """Choose a union's model by an object's `type`, else by `default`. `note`: what the refusal adds."""
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, Mapping) else getattr(value, "type", default)
@@ -162,7 +162,7 @@ Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower is 
 
 
 class AskedConstraint(NamedTuple):
-    """The form of an answer, and the field that requests it, for errors."""
+    """An answer's form, and the field that requests it, for errors."""
 
     constraint: Constraint
     param: str
@@ -219,7 +219,7 @@ class GenerationFields(Strict):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
+        """Whether each chunk has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -260,7 +260,7 @@ class GenerationFields(Strict):
 
 
 T = TypeVar("T")
-# a member that is in the answer only if requested, as in vLLM
+# in the answer only if requested, as in vLLM
 IfAsked = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
@@ -354,7 +354,7 @@ def _rejection(fault: ErrorDetails, body: Any) -> Rejected:
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> str:
-    """Return a path such as `messages[0].content`. Steps of `loc` that are not in `body` are type names, and are left out."""
+    """A path such as `messages[0].content`. Steps of `loc` that are not in `body` are type names, and are left out."""
     steps, place = [], body
     for step in loc[:-1] if missing else loc:
         if step in place if isinstance(place, Mapping) else isinstance(place, list) and step in range(len(place)):

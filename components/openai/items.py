@@ -18,7 +18,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def called(name: str, namespace: str | None) -> str:
-    """Return the name that the model calls a tool by."""
+    """The name that the model calls a tool by."""
     if namespace is None:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
@@ -205,9 +205,9 @@ InputItems = Annotated[
 
 
 def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Return chat messages. Reasoning, text and calls between two user messages become one turn.
+    """Chat messages. Reasoning, text and calls between two user messages become one turn.
 
-    An output follows the turn of its call, also if messages came between them.
+    An output follows its call's turn, also if messages came between them.
     """
     messages: list[dict[str, Any]] = []
     for item in items:
@@ -225,7 +225,7 @@ def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
 
 
 def _place_of(call_id: str, messages: Sequence[dict[str, Any]]) -> int:
-    """Return where an output belongs: behind the last turn with this call, and behind the turn's other outputs."""
+    """Where an output belongs: behind the last turn with this call, and behind that turn's other outputs."""
     calling = (
         i
         for i in reversed(range(len(messages)))
@@ -244,7 +244,7 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | CustomCallItem | ReasoningItem) -> None:
-    """An assistant turn; `reasoning_content` is a list until all items are added."""
+    """`reasoning_content` is a list until all items are added."""
     if isinstance(item, MessageItem):
         turn["content"] = turn["content"] or []
         turn["content"] += _texts(item.content)

@@ -1,7 +1,7 @@
-"""Limits on a JSON text's contents, checked before it is parsed: a parser creates all objects while it holds the GIL.
+"""Limits on a JSON text, checked before it is parsed: a parser creates all objects while it holds the GIL.
 
-A text of 4 MB may hold a million empty objects. Useful requests have few strings, objects and arrays, but may have
-many token ids. So there are two limits.
+A text of 4 MB may hold a million empty objects. Useful requests have few strings, objects and arrays, but may have many token
+ids. So there are two limits.
 """
 
 import re
@@ -13,24 +13,24 @@ from components.errors import Rejected
 
 MAX_VALUES: Final = 100_000  # strings (keys, too), objects and arrays; also items of lists other than token ids
 MAX_ITEMS: Final = 1 << 19  # of all lists: half a million token ids take 30 ms to parse
-MAX_DIGITS: Final = 400  # a float has at most 309, and parsing long integers takes quadratic time
+MAX_DIGITS: Final = 400  # a float has at most 309; parsing long integers takes quadratic time
 MAX_KEYS: Final = 2048  # per object: pydantic creates an error for each unknown key
 TOKEN_FIELDS: Final = frozenset({"prompt", "input", "tokens"})
 SLICE_BYTES: Final = 32 * 1024  # checked in one go, in 0.1 to 2 ms
-SMALL_BYTES: Final = 64 * 1024  # smaller texts need no check
+SMALL_BYTES: Final = 64 * 1024  # smaller ones are not checked
 DIGITS: Final = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else byte for byte in range(256))
 TOO_MUCH: Final = f"is too complex: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids"
 ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 
 
 def check_text(body: bytes) -> None:
-    """Check a body, even if it is not JSON. Raises: Rejected."""
+    """Raises: Rejected. The body need not be JSON."""
     if (fault := fault_in_text(body)) is not None:
         raise Rejected(f"The request body {fault}.", code="invalid_value")
 
 
 def fault_in_text(body: bytes) -> str | None:
-    """Return what is wrong with a text, even if it is not JSON."""
+    """What is wrong with a text, which need not be JSON."""
     if len(body) <= SMALL_BYTES:
         return None
     opened = quotes = commas = 0
@@ -41,7 +41,7 @@ def fault_in_text(body: bytes) -> str | None:
             some = ESCAPE.sub(b"", some)
         rest = b"\\" if some.endswith(b"\\") else b""
         between = some.removesuffix(b"\\").split(b'"')
-        outside = b"".join(between[quotes % 2 :: 2])  # everything outside strings
+        outside = b"".join(between[quotes % 2 :: 2])
         quotes += len(between) - 1
         opened += outside.count(b"{") + outside.count(b"[")
         commas += outside.count(b",")
@@ -53,7 +53,7 @@ def fault_in_text(body: bytes) -> str | None:
 
 
 def check_value(body: bytes, value: Any) -> None:
-    """Check that objects have few keys, and long lists are token ids. Raises: Rejected."""
+    """Objects must have few keys, and long lists be token ids. Raises: Rejected."""
     if body.count(b":") <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def _check_keys(found: dict[str, Any]) -> None:
 
 
 def _bounded(name: str, field: Any) -> Iterable[Any]:
-    """Yield a field's limited objects and arrays: all but lists of token ids, or lists of these."""
+    """A field's limited objects and arrays: all but lists of token ids, or lists of these."""
     if name not in TOKEN_FIELDS or not isinstance(field, list):
         return _containers([field])
     return chain.from_iterable(_containers(item) if isinstance(item, list) else (item,) for item in _containers(field))

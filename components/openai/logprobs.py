@@ -1,4 +1,4 @@
-"""Log-probabilities in an answer: a chat's list of tokens, and the parallel lists of completions.
+"""Log-probabilities in an answer: a chat's list of tokens, and completions' parallel lists.
 
 Each token that `usage` counts has an entry, as in vLLM, also in a stop string.
 """
@@ -91,14 +91,14 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-# one entry per token, by token id, the token itself first; None for the first token
+# per token, by token id, the token itself first; None for the first token
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def prompt_parts(
     token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
 ) -> Items:
-    """Yield the items of a prompt's `PromptLogprobs`; `logprobs` starts with the second token."""
+    """Items of a prompt's `PromptLogprobs`; `logprobs` starts with the second token."""
     yield b"null"
     for i, of in enumerate(logprobs, 1):
         yield _places.dump_json(_place(token_ids[i], of, alternatives, name))

@@ -1,4 +1,4 @@
-"""Long answers as JSON in parts, so that other tasks can run in between."""
+"""Long answers as JSON in parts, so that other tasks run in between."""
 
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -7,7 +7,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel
 
 PART: Final = 4096  # items of a list or characters, 0.5 to 2 ms
-AT_ONCE_BYTES: Final = 64 * 1024  # written before other tasks run; takes 1 to 3 ms
+AT_ONCE_BYTES: Final = 64 * 1024  # before other tasks run; takes 1 to 3 ms
 
 T = TypeVar("T")
 Parts = Generator[bytes, None, None]
@@ -15,7 +15,7 @@ Items = Iterable[bytes | Iterable[bytes]]  # one or more items, or one item in p
 
 
 def some_of(parts: Parts) -> bytes:
-    """Return at least AT_ONCE_BYTES of the next parts, except at the end."""
+    """The next parts, at least AT_ONCE_BYTES except at the end."""
     taken, size = [], 0
     for part in parts:
         taken.append(part)
@@ -26,7 +26,7 @@ def some_of(parts: Parts) -> bytes:
 
 
 def filled(answer: BaseModel, **lists: Items) -> Parts:
-    """Yield the JSON of `answer`, with items for its empty `lists`, in the order of fields.
+    """The JSON of `answer`, with items for its empty `lists`, in the order of fields.
 
     No text can contain such a name: its quotes are escaped.
     """
@@ -50,14 +50,14 @@ def filled(answer: BaseModel, **lists: Items) -> Parts:
 def items_of(
     values: Sequence[T], shown: Callable[[Sequence[T]], Sequence[Any]] = list, at_once: int = PART
 ) -> Iterator[bytes]:
-    """Yield a list's items, many at a time; `shown` converts values."""
+    """A list's items, many at a time; `shown` converts values."""
     for start in range(0, len(values), at_once):
         some = shown(values[start : start + at_once])
         yield json.dumps(some, ensure_ascii=False, separators=(",", ":"))[1:-1].encode()
 
 
 def text_filled(answer: BaseModel, text: str) -> Parts:
-    """Yield the JSON of `answer`; `text` fills its first empty string."""
+    """The JSON of `answer`; `text` fills its first empty string."""
     head, behind = answer.model_dump_json().encode().split(b'""', 1)
     yield head + b'"'
     for start in range(0, len(text), PART):

@@ -46,7 +46,7 @@ def item_of(
     logprobs: Sequence[TokenLogprob] = (),
     callees: Mapping[str, Callee] = NO_TOOLS,
 ) -> OutputItem:
-    """Return the item of a block. `callees`: the tools by the names that the model calls them by."""
+    """`callees`: the tools by their names for the model."""
     own = item_id(block, request_id)
     if block.kind == "call":
         callee = callees.get(block.name, Callee(block.name))
@@ -70,7 +70,7 @@ class ResponseEvents:
         self.items: list[OutputItem] = []
         self._request_id = request_id
         self._number = 0
-        self._head = b""  # an event of the open block, from its number to the text
+        self._head = b""  # of the open block's event, from its number to the text
         self._logprobs: list[TokenLogprob] = []  # of the open block
 
     def begin(self, response: ResponseObject) -> bytes:
@@ -91,7 +91,7 @@ class ResponseEvents:
         return data
 
     def end(self, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """Return the events that end the last item. An answer without text has one empty message."""
+        """Events that end the last item. An answer without text has one empty message."""
         data = b""
         if not self.blocks.all:
             block = Block("text", 0)

@@ -107,7 +107,7 @@ class Search(BaseModel):
 
 
 def _fits(tool: "FunctionTool | CustomTool | Namespace | Search") -> "FunctionTool | CustomTool | Namespace | Search":
-    """Check the names that the model calls the tools of a namespace by."""
+    """Check the model's names of a namespace's tools."""
     for i, inner in enumerate(tool.tools if isinstance(tool, Namespace) else ()):
         if len(called(inner.name, tool.name if isinstance(tool, Namespace) else None)) > MAX_NAME:
             raise invalid(
@@ -175,7 +175,7 @@ ToolChoice = Annotated[
 
 
 def _each(tools: Sequence[Any]) -> Iterator[tuple[str, str | None, FunctionTool | CustomTool]]:
-    """Each tool that the model can call, with its place in the request and its namespace."""
+    """Each callable tool, with its place in the request and its namespace."""
     for i, tool in enumerate(tools):
         if isinstance(tool, Namespace):
             for j, inner in enumerate(tool.tools):
@@ -192,7 +192,7 @@ def chats_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def moved_params(tools: Sequence[Any]) -> dict[str, str]:
-    """Return patterns of parameters of a chat's tools that have another place in the request, with that place."""
+    """Patterns of a chat's tool parameters that have another place in the request, with that place."""
     return {
         rf"tools\[{i}\](?:\.function)?(.*)": rf"{place}\1"
         for i, (place, _, _) in enumerate(_each(tools))
@@ -201,7 +201,7 @@ def moved_params(tools: Sequence[Any]) -> dict[str, str]:
 
 
 def callees(tools: Sequence[Any]) -> dict[str, Callee]:
-    """Return the tools by the names that the model calls them by."""
+    """The tools by their names for the model."""
     return {
         called(tool.name, namespace): Callee(tool.name, namespace, isinstance(tool, CustomTool))
         for _, namespace, tool in _each(tools)
@@ -222,7 +222,7 @@ def chats_choice(choice: ToolMode | NamedTool | AllowedTools) -> str | dict[str,
 
 
 def input_of(arguments: str) -> str:
-    """Return the input of a custom tool, even if cut off, from the arguments that the model wrote."""
+    """A custom tool's input, even if cut off, from the model's arguments."""
     try:
         read = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:

@@ -41,8 +41,8 @@ from components.openai.response_tools import (
 )
 
 LOGPROBS: Final = "message.output_text.logprobs"
-# Clients include encrypted reasoning to send it back. Here the items of reasoning have its text, and are accepted back.
-# The others are parts of items that this server never returns.
+# Clients include encrypted reasoning to send it back. Here items of reasoning have its text, and are accepted back. The others
+# are parts of items that this server never returns.
 Include = Literal[
     "message.output_text.logprobs",
     "reasoning.encrypted_content",
@@ -125,7 +125,7 @@ class ResponsePrompt(Strict):
 
     @property
     def params(self) -> dict[str, str]:
-        """Return patterns of a chat's parameters with their names in this request."""
+        """Patterns of a chat's parameters with their names in this request."""
         return moved_params(self.tools or ()) | PARAMS
 
     def callees(self) -> dict[str, Callee]:
@@ -134,7 +134,7 @@ class ResponsePrompt(Strict):
     def chat_with(
         self, model: str, earlier: Sequence[InputItem], items: Sequence[InputItem], **fields: Any
     ) -> ChatRequest:
-        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names.
+        """A chat that continues `earlier`. Raises: Rejected, with the chat's parameter names.
 
         `items`: the input, with items in the place of references.
         """
@@ -233,7 +233,7 @@ class ResponsesRequest(ResponsePrompt):
 
 
 def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-    """Raises: Rejected, if an output does not belong to an earlier call, or to one that already has an output."""
+    """Raises: Rejected, if an output belongs to no earlier call, or to one that already has an output."""
     calls: set[str] = set()
     for i, item in enumerate([*earlier, *items], -len(earlier)):
         if isinstance(item, CallItem | CustomCallItem):

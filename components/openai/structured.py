@@ -57,7 +57,7 @@ class ConstrainedFields(GenerationFields):
 
     @cached_property
     def asked_constraint(self) -> AskedConstraint | None:
-        """Return the constraint, if there is one. Raises: Rejected, if there are several, or it is invalid."""
+        """The constraint, if any. Raises: Rejected, if there are several, or it is invalid."""
         asked = [*self._of_response_format(), *self._of_structured_outputs(), *self._guided()]
         if len(asked) > 1:
             raise Rejected(

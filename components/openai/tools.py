@@ -10,7 +10,7 @@ from components.openai.fields import Strict, invalid
 from components.openai.json_size import fault_in_text
 
 MAX_TOOLS: Final = 128
-MAX_CALLS: Final = 256  # maximum calls of one message
+MAX_CALLS: Final = 256  # of one message
 TYPES: Final = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
 MEDIA: Final = {  # types of parts and blocks of all dialects, and what they are
@@ -78,7 +78,7 @@ class ToolChoice(NamedTuple):
 
     mode: Literal["none", "auto", "required", "named"]
     name: str = ""
-    allowed: tuple[str, ...] | None = None  # names of the tools that may be called; None: all
+    allowed: tuple[str, ...] | None = None  # names of callable tools; None: all
 
     def allows(self, name: str) -> bool:
         return self.allowed is None or name in self.allowed
@@ -147,10 +147,10 @@ class CalledTool(Strict):
     index: int | None = None  # left by clients that join a call from a stream
 
     def for_template(self) -> dict[str, Any]:
-        """Return the call with arguments as an object, or as text if they are not one."""
+        """Arguments become an object, or stay text if they are not one."""
         arguments: Any = self.function.arguments
         try:
-            read = from_json(arguments or "{}")  # as strict as for bodies: no lone surrogates, no deep nesting
+            read = from_json(arguments or "{}")  # as for bodies: no lone surrogates, no deep nesting
         except ValueError:
             read = None
         if isinstance(read, dict):
@@ -159,7 +159,7 @@ class CalledTool(Strict):
 
 
 def without_media(part: Any, text_type: str = "text") -> Any:
-    """Return a part of a tool's result; in the place of an image or file, a text.
+    """A part of a tool's result; a text replaces an image or file.
 
     The user did not choose to send it, and it stays in the conversation: a refusal would end an agent's session.
     """

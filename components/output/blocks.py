@@ -9,7 +9,7 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """A block. `id` and `name` are set for a call, whose text is its arguments."""
+    """`id` and `name` are set for a call, whose text is its arguments."""
 
     __slots__ = ("_pieces", "id", "index", "kind", "name")
 
@@ -36,14 +36,14 @@ class Step(NamedTuple):
 
 
 class Blocks:
-    """The blocks of an answer, of which the last one is open. Deltas of a call are consecutive."""
+    """An answer's blocks, of which the last is open. A call's deltas are consecutive."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._call = -1  # -1: none is open
 
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
-        rest = 0  # number of deltas of the open call, which precede all other new text
+        rest = 0  # deltas of the open call precede all other new text
         while rest < len(calls) and calls[rest].index == self._call:
             yield self._grow("call", calls[rest].arguments, calls[rest])
             rest += 1

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-MAX_NAME: Final = 256  # characters; we would refuse a longer name when the client sends the call back
+MAX_NAME: Final = 256  # characters; a longer name would be refused when the client sends it back
 
 
 class CallDelta(NamedTuple):
     """A call's first delta has `id` and `name`; later ones have arguments only."""
 
-    index: int  # type: ignore[assignment]  # number of the call in its choice, from 0; hides the tuple's method
+    index: int  # type: ignore[assignment]  # number in its choice, from 0; hides the tuple's method
     id: str | None
     name: str | None
     arguments: str  # the next characters of a JSON text

@@ -80,16 +80,16 @@ class ReasoningFormat:
     name: ReasoningParserName
     begin: str
     end: str
-    always: bool = False  # the model reasons unless the prompt prevents it, and may omit `begin`
+    always: bool = False  # the model reasons unless the prompt prevents it; it may omit `begin`
     messages: MessageStyle | None = None  # if set, `begin` and `end` are those of one message
     read: Format | None = None  # reads the whole answer, with its calls
-    special: tuple[str, ...] = ()  # its markers, if it has more than `begin` and `end`
+    special: tuple[str, ...] = ()  # markers, if there are more than `begin` and `end`
     answers: tuple[str, ...] = ()  # beginnings of an answer or a call; (): it begins after `end`
-    efforts: tuple[str, ...] = ()  # reasoning efforts that the model has; (): any
+    efforts: tuple[str, ...] = ()  # the model's; (): any
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """All markers. The detokenizer must output those that are special tokens."""
+        """All markers. The detokenizer must output the special tokens among them."""
         return self.special or (self.begin, self.end)
 
     @property
@@ -157,7 +157,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
 
 
 def tool_format_of(template: str, name: ToolParserName | None) -> ToolFormat:
-    """Return the format `name`, or else the template's."""
+    """The format `name`, else the template's."""
     found = TOOL_FORMATS[name or _shown_by(template)]
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
 
@@ -211,7 +211,7 @@ class FormatOptions:
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
     tools: ToolFormat | None  # None: tools are not supported
-    instructed: bool  # whether our own text, not the template, describes the tools
+    instructed: bool  # our own text, not the template, describes the tools
     reasoning: ReasoningFormat | None
 
     @classmethod

@@ -32,7 +32,7 @@ def glm(r: Reader) -> Steps[None]:
 
 
 def _arguments(r: Reader, parameters: Schema) -> Steps[None]:
-    """Read all arguments. If a value is cut off, the JSON object stays open, so that clients notice."""
+    """A cut-off value leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
     while (yield from r.until([KEY, CALL_END], ignore)) == KEY:

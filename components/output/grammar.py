@@ -1,4 +1,4 @@
-"""Grammars of answers in llguidance's Lark: tool calls in the model's format, with the parameters that tools allow.
+"""Grammars of answers in llguidance's Lark: tool calls in the model's format, with the tools' parameters.
 
 A special token is written `<[id]>`, because its text would match other tokens. Source: llguidance's docs/syntax.md.
 """
@@ -22,25 +22,25 @@ JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """The form of an answer's calls: `before`, calls separated by `separator`, `after`. `{}` is replaced by the name."""
+    """An answer's calls: `before`, calls separated by `separator`, `after`. `{}` is replaced by the name."""
 
     head: str  # text of a call before its arguments
     tail: str
     separator: str
     before: str = ""
     after: str = ""
-    # Starts the first call and no other answer. Without one, other answers never start with a bracket.
+    # Starts the first call and no other answer. Without one, no other answer starts with a bracket.
     marker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
-    """The form of an answer in several messages: any number of others, then one with the answer or a call."""
+    """An answer in several messages: any number of others, then one with the answer or a call."""
 
-    others: tuple[str, ...]  # beginning of each kind of other message
-    end: str  # end of a message that another one follows
+    others: tuple[str, ...]  # their beginnings
+    end: str  # of a message that another one follows
     next: str  # text between `end` and the next message
-    answer: str  # beginning of the message with the answer
+    answer: str  # beginning of its message
 
 
 class CallableTool(NamedTuple):
@@ -52,7 +52,7 @@ class CallableTool(NamedTuple):
 class Thinking(NamedTuple):
     begin: str
     end: str
-    opened: bool  # whether the prompt ends with `begin`
+    opened: bool  # the prompt ends with `begin`
     messages: MessageStyle | None = None  # if set, reasoning is in messages of this form
 
 
@@ -69,7 +69,6 @@ class Grammar:
         return "\n".join([*self._rules, f"start: {start}"])
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule and return its name."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -87,7 +86,7 @@ class Grammar:
         return self.rule(f"{name}[lazy]", rf"/(?s:.*){_escaped(marker)}/")
 
     def calls(self, style: CallStyle, tools: Sequence[CallableTool], *, single: bool, within_text: bool = False) -> str:
-        """Return an expression for calls. `within_text`: the first call's marker has already been matched."""
+        """`within_text`: the first call's marker has already been matched."""
         before, head = style.before, style.head
         if within_text:
             before, head = before.removeprefix(style.marker), head if before else head.removeprefix(style.marker)
@@ -154,7 +153,7 @@ def calls_or(
 
 
 def answer_rule(kind: str, text: str) -> str:
-    """Return the rule for a constraint. Raises: ValueError, for an invalid pattern or grammar."""
+    """Raises: ValueError, for an invalid pattern or grammar."""
     if kind == "json_schema":
         schema = json.loads(text)
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -165,14 +164,14 @@ def answer_rule(kind: str, text: str) -> str:
 
 
 def _schema(tool: CallableTool) -> dict[str, Any]:
-    """Return a tool's parameters in a form that the compiler accepts. If not strict, it ignores unsupported keywords."""
+    """A tool's parameters in the compiler's form. If not strict, it ignores unsupported keywords."""
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     schema.setdefault("type", "object")
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     properties = schema.get("properties")
     if isinstance(properties, dict) and not whole and properties.keys() >= set(schema.get("required", ())):
         schema["additionalProperties"] = False  # otherwise models invent parameters
-    schema["title"] = tool.name  # for the error, if the compiler refuses the schema
+    schema["title"] = tool.name  # for the compiler's error
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}
 
 

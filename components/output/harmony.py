@@ -29,12 +29,12 @@ HARMONY_MESSAGES: Final = MessageStyle(
     next=NEXT,
     answer=f"{CHANNEL}final{MESSAGE}",
 )
-# beginnings of all messages except reasoning
+# how messages begin, except reasoning
 HARMONY_ANSWERS: Final = (f"{CHANNEL}final", f"{CHANNEL}commentary", f"{CHANNEL}analysis to=", f"{NEXT} to=")
 TO_OTHERS: Final = frozenset({"assistant", "user", "all"})  # recipients that are not tools
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_BETWEEN: Final = "\n\n"  # separator of messages that are joined into one text
+_BETWEEN: Final = "\n\n"  # between messages joined into one text
 
 
 def harmony(r: Reader) -> Steps[None]:

@@ -8,8 +8,8 @@ from components.output.calls import is_tool_name
 from components.output.pythonic import as_json
 from components.output.reader import Reader, Steps, ignore
 
-ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for arguments
-OTHER_KEYS: Final = ("type", "id")  # also allowed in a bare call; an object with any other key is an answer
+ARGUMENTS: Final = ("arguments", "parameters")  # models' keys for arguments
+OTHER_KEYS: Final = ("type", "id")  # also in a bare call; an object with another key is an answer
 HERMES: Final = ("<tool_call>", "</tool_call>")
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -47,7 +47,7 @@ def plain_json(r: Reader) -> Steps[None]:
 
 
 def mistral(r: Reader) -> Steps[None]:
-    """Read Mistral's calls: a list after one token, or since tokenizer version 11 a token before each `f[ARGS]{…}`."""
+    """Read Mistral's calls: a list after one token or, since tokenizer version 11, a token before each `f[ARGS]{…}`."""
     while (yield from r.until([TOOL_CALLS], r.emit_text)):
         r.hold()
         r.skip(len(TOOL_CALLS))
@@ -93,7 +93,7 @@ def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def _more(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """Read further calls, of which each may have a separator before it. A separator without a call after it is text."""
+    """Read further calls, perhaps each after a separator. A separator without a call is text."""
     while True:
         yield from r.spaces()
         r.hold()
@@ -104,7 +104,7 @@ def _more(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[bool]:
-    """Read one object with keys in any order, and surplus closing brackets, because models miscount them.
+    """Read one object with keys in any order, and surplus closing brackets, which models miscount.
 
     Args:
         r: a reader that is at the object.
@@ -145,7 +145,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 
 def _object(r: Reader, found: list[str]) -> Steps[bool]:
-    """Read an object, or a text with one, as Granite 4 writes arguments, and add its JSON to `found`."""
+    """Read an object, or a text with one, as Granite 4 writes arguments; add its JSON to `found`."""
     start = yield from r.char()
     if start != '"':
         return start == "{" and (yield from r.value(found.append))

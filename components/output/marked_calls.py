@@ -47,7 +47,7 @@ def kimi(r: Reader) -> Steps[None]:
 
 
 def kimi_id(name: str, number: int) -> str:
-    """Return the id of call `number` of a conversation. Kimi's template shows a call's name by its id alone."""
+    """Id of call `number` of a conversation. Kimi's template shows a call's name by its id alone."""
     return f"functions.{name}:{number}"
 
 

@@ -5,7 +5,7 @@ from components.output.reasoning import Reasoning
 
 
 class OutputParser:
-    """Parses a text that arrives in pieces. The result does not depend on the pieces' boundaries."""
+    """Parses a text in pieces. The result does not depend on their boundaries."""
 
     __slots__ = ("_calls", "_reasoning")
 
@@ -47,7 +47,7 @@ class OutputParser:
         return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
 
     def begin(self) -> Parsed:
-        """Parse the text before the continuation, if any, and return its parts."""
+        """Parse the text before the continuation, if any."""
         return NOTHING
 
     def feed(self, text: str) -> Parsed:
@@ -72,7 +72,7 @@ class OutputParser:
 class ContinuingParser(OutputParser):
     """Parses the continuation of an earlier text, which `begin` parses.
 
-    The earlier text is reported only if `reports_before` is set, except a call within which it ends.
+    Without `reports_before`, the earlier text is not reported, except a call within which it ends.
     """
 
     __slots__ = ("_before", "_earlier", "_known", "_reports_before", "_unreported")
@@ -82,7 +82,7 @@ class ContinuingParser(OutputParser):
         self._unreported = NOTHING  # parts of `before` to report later
         self._before = before
         self._reports_before = reports_before
-        self._known = ""  # held end of `before`, which is not new when it is reported
+        self._known = ""  # held end of `before`, not new when it is reported
         self._earlier = 0  # complete calls in `before`
 
     @property

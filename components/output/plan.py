@@ -13,16 +13,16 @@ from components.output.reasoning import CallsWithin, Reasoning
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     reasoning: ReasoningFormat | None
-    opened: bool  # whether the text begins within reasoning
+    opened: bool  # the text begins within reasoning
     tools: ToolFormat | None
     offered: Mapping[str, Schema] = field(default_factory=dict)  # parameters by tool name
-    single: bool = False  # whether the answer ends after one call
-    shown: frozenset[int] = frozenset()  # special tokens of both formats, which the detokenizer must output
+    single: bool = False  # the answer ends after one call
+    shown: frozenset[int] = frozenset()  # special tokens that the detokenizer must output
     before: str = ""  # earlier text that the model continues
-    free: bool = False  # whether no constraint applies, so a call may also end the reasoning
+    free: bool = False  # no constraint applies, so a call may end the reasoning
 
     def parser(self, *, reports_before: bool = False) -> OutputParser:
-        """`reports_before`: whether the parser also reports the parts of `before`."""
+        """`reports_before`: also report the parts of `before`."""
         reasoning, tools = self.reasoning, self.tools
         thoughts, within, read = None, None, None if tools is None else tools.read
         if reasoning is not None and reasoning.read is not None:

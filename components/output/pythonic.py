@@ -10,7 +10,7 @@ from typing import Any, Final
 from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
-LONGEST: Final = 65536  # limit in characters for Python's parser
+LONGEST: Final = 65536  # characters, for Python's parser
 JSON_NAMES: Final = {"true": True, "false": False, "null": None}  # models mix up the two languages
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
@@ -25,7 +25,7 @@ def pythonic(r: Reader) -> Steps[None]:
 
 
 def _calls(r: Reader) -> Steps[bool]:
-    """Read the calls and the list's end. Return False, without consuming text, if anything else follows."""
+    """Read the calls and the list's end. False, without consuming text, if anything else follows."""
     while True:
         yield from r.spaces()
         call = _read((yield from _source(r)), r.tools)
@@ -86,7 +86,7 @@ def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
 
 
 def as_json(value: Any) -> str:
-    """Return `value` as JSON. Surrogate pairs, which models write as escapes, become characters.
+    """Surrogate pairs, which models write as escapes, become characters.
 
     Raises: ValueError, TypeError, RecursionError.
     """
@@ -97,7 +97,7 @@ def as_json(value: Any) -> str:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces JSON's names of constants with the constants."""
+    """Reads JSON's names of constants."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.copy_location(ast.Constant(JSON_NAMES[node.id]), node) if node.id in JSON_NAMES else node

@@ -39,7 +39,7 @@ def _tag(r: Reader) -> Steps[str]:
 
 
 def _parameters(r: Reader, parameters: Schema) -> Steps[None]:
-    """Report all parameters. A cut-off value leaves the JSON object open, so that clients notice."""
+    """A cut-off value leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
     while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], ignore)) == PARAMETER:

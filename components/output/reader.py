@@ -1,6 +1,6 @@
 """A reader for text that is still arriving, for the formats of tool calls.
 
-A format is a generator function over a `Reader`. It yields whenever it needs more text.
+A format is a generator function over a `Reader`, which yields when it needs more text.
 """
 
 import re
@@ -18,7 +18,7 @@ Schema = Mapping[str, JsonValue]  # JSON Schema
 Format = Callable[["Reader"], Steps[None]]
 
 SPACES: Final = " \t\r\n"
-LONGEST_WORD: Final = 400  # limit on a number's characters; a double needs fewer
+LONGEST_WORD: Final = 400  # characters of a number; a double needs fewer
 _SPACES: Final = re.compile(r"[ \t\r\n]*")
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # part of a JSON string without escapes
 _WORD: Final = re.compile(r"[-+.0-9A-Za-z]*")  # a number, true, false or null
@@ -64,7 +64,7 @@ class _Spaced:
         self.spaces = ""
 
     def shown(self, text: str, *, strip: bool) -> str:
-        """Return the text that can now be reported. `strip`: drop spaces before the first reported text."""
+        """The text that can now be reported. `strip`: drop spaces before the first."""
         whole = self.spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
@@ -87,9 +87,9 @@ class Reader:
     ) -> None:
         """`tools`: parameters by tool name. `single`: stop after the first call."""
         self.tools = tools
-        self.done = False  # whether the rest of the text is ignored
+        self.done = False  # the rest of the text is ignored
         self.num_calls = 0
-        self.calling = False  # whether the last call is incomplete
+        self.calling = False  # the last call is incomplete
         self._new_id = new_id
         self._single = single
         self._buffer = ""
@@ -103,7 +103,7 @@ class Reader:
 
     @property
     def held(self) -> str:
-        """The end of the text that is held back, because it may belong to a call."""
+        """The held end of the text, which may belong to a call."""
         return "" if self.calling else self._text.spaces + self._buffer[self._kept :]
 
     @property
@@ -139,7 +139,7 @@ class Reader:
             self.done = True
             if not self.num_calls and self._text.spaces:
                 self._found.append(self._text.spaces)
-        # clients get reasoning before text and calls, so reasoning after these waits for the next report
+        # clients get reasoning before text and calls, so later reasoning waits for the next report
         rest = next((at for at in range(1, len(self._found)) if self._begins_again(at)), len(self._found))
         if self.done:
             rest = len(self._found)
@@ -155,7 +155,7 @@ class Reader:
         return isinstance(self._found[at], _Thought) and not isinstance(self._found[at - 1], _Thought)
 
     def char(self) -> Steps[str]:
-        """Return the next character without consuming it; "" at the end."""
+        """The next character, not consumed; "" at the end."""
         while self._at >= len(self._buffer):
             if self._ended:
                 return ""
@@ -170,7 +170,7 @@ class Reader:
             self._at += 1
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Skip a match of `pattern`, which must also match the empty text. Return the match."""
+        """Skip and return a match of `pattern`, which must also match the empty text."""
         found = []
         while (yield from self.char()):
             match = pattern.match(self._buffer, self._at)
@@ -216,7 +216,7 @@ class Reader:
         self._mark = self._at
 
     def give_back(self, count: int = 0) -> None:
-        """Return to the mark, because no call follows: the first `count` characters are text, the rest is read again."""
+        """Return to the mark: no call follows. The first `count` characters are text, the rest is read again."""
         assert self._mark is not None
         self._at, self._mark = self._mark + count, None
         if count:
@@ -260,7 +260,7 @@ class Reader:
         Returns: False if the text is not JSON; the reader is then at the fault.
         """
         opened: list[str] = []  # expected closing brackets
-        first = False  # whether the reader is directly after an opening bracket
+        first = False  # directly after an opening bracket
         while True:
             yield from self._pass_spaces(emit)
             char = yield from self.char()
@@ -376,7 +376,7 @@ def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def beginning(text: str, start: int, markers: Sequence[str]) -> int:
-    """Return the length of the end of `text[start:]` that may be the beginning of a marker."""
+    """Length of the end of `text[start:]` that may begin a marker."""
     longest = max(map(len, markers), default=1)
     for at in range(max(start, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):

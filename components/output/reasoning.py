@@ -18,7 +18,7 @@ class CallsWithin(NamedTuple):
     """Calls that end the reasoning, because some models write them without `end` before."""
 
     marker: str  # the beginning of a call
-    reader: Callable[[], Reader]  # returns a new reader of such calls
+    reader: Callable[[], Reader]  # makes a reader of such calls
 
 
 class Reasoning:
@@ -42,7 +42,7 @@ class Reasoning:
 
     def __init__(self, begin: str, end: str, *, opened: bool, calls: CallsWithin | None = None) -> None:
         """`opened`: the prompt ends with `begin`."""
-        self.over = False  # whether all further text is answer
+        self.over = False  # all further text is answer
         self._begin = begin
         self._end = end
         self._opened = opened
@@ -53,7 +53,7 @@ class Reasoning:
         self._closed = True  # False: a call ended the reasoning, and `end` may follow it
         self._inside: bool | None = None  # None: undecided
         self._held = ""
-        self._has_reported = False  # whether some reasoning, or once `over` some answer, was reported
+        self._has_reported = False  # some reasoning, or once `over` some answer, was reported
 
     @property
     def inside(self) -> bool:
@@ -110,7 +110,7 @@ class Reasoning:
         return Thought(shown, "")
 
     def _call_in(self, thought: str) -> tuple[int, bool]:
-        """Return the length of the text before the first call, or what may become one, and whether it is one.
+        """Length of the text before the first call, or what may become one, and whether it is one.
 
         A marker without a call of an offered tool belongs to the thought.
         """

@@ -10,7 +10,7 @@ WORD = re.compile(r"[A-Za-z_]\w*")
 
 @lru_cache
 def variables_of(template: str) -> frozenset[str]:
-    """For a template that Jinja cannot parse, e.g. with `{% generation %}`, return all its words."""
+    """All words of a template that Jinja cannot parse, e.g. with `{% generation %}`."""
     environment = Environment(extensions=["jinja2.ext.loopcontrols"])  # noqa: S701  # nothing is rendered
     try:
         return frozenset(meta.find_undeclared_variables(environment.parse(template)))

@@ -1,4 +1,4 @@
-"""Values that a model writes as plain text, converted to JSON by the types in the tool's schema."""
+"""Values that a model writes as plain text, as JSON by the types in the tool's schema."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from components.output.reader import Reader, Schema, Steps
 def typed_value(r: Reader, parameters: Schema, name: str, ends: Sequence[str]) -> Steps[bool]:
     """Read the value of parameter `name` up to one of `ends`, which is left, and report it as JSON of the schema's type.
 
-    A text is reported at once, any other value when it is complete. Returns: whether the value has an end.
+    A text is reported at once, any other value when complete. Returns: whether the value has an end.
     """
     properties = parameters.get("properties")
     kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None, parameters, set())
@@ -31,7 +31,7 @@ def typed_value(r: Reader, parameters: Schema, name: str, ends: Sequence[str]) -
 
 
 def _kinds(schema: JsonValue, root: Schema, seen: set[str]) -> set[str]:
-    """Return the JSON types of the values that `schema` allows; among them "" if it leaves some open.
+    """JSON types of the values that `schema` allows; among them "" if it leaves some open.
 
     Args:
         schema: a part of `root`.
@@ -55,7 +55,7 @@ def _kinds(schema: JsonValue, root: Schema, seen: set[str]) -> set[str]:
 
 
 def _resolved(ref: str, root: Schema) -> JsonValue:
-    """Return the part of `root` to which a JSON pointer refers; None if there is none."""
+    """The part of `root` to which a JSON pointer refers, if any."""
     found: JsonValue = dict(root)
     for key in ref.removeprefix("#/").split("/"):
         found = found.get(unquote(key).replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None

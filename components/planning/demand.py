@@ -1,4 +1,4 @@
-"""Formulas for the number of workers that a load needs. docs/planner.md derives them and has the sources."""
+"""Formulas for the number of workers that a load needs, derived in docs/planner.md, with sources."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ NEWEST: Final = 0.03  # minimum weight of a new sample
 
 
 def waits(workers: int, offered: float) -> float:
-    """Return the share of arrivals that find all `workers` busy (Erlang's C)."""
+    """Share of arrivals that find all `workers` busy (Erlang's C)."""
     if offered <= 0:
         return 0.0
     if offered >= workers:
         return 1.0
-    blocked = 1.0  # Erlang's B, by recursion over the number of workers
+    blocked = 1.0  # Erlang's B, by recursion over workers
     for count in range(1, workers + 1):
         blocked = offered * blocked / (count + offered * blocked)
     return blocked / (1 - offered / workers * (1 - blocked))
 
 
 def late(workers: int, offered: float, patience_s: float, service_s: float, variability: float) -> float:
-    """Return the share of arrivals that wait longer than `patience_s`. Source: Erlang; Allen, Cunneen: `variability`."""
+    """Share of arrivals that wait longer than `patience_s`. Source: Erlang; Allen, Cunneen: `variability`."""
     if offered >= workers:
         return 1.0
     if service_s <= 0:
@@ -66,7 +66,7 @@ class StepLine:
 
 
 class StepCurve:
-    """Step times by batch size. Sizes are in buckets of a factor √2. All buckets have the same weight."""
+    """Step times by batch size, in equally weighted buckets of a factor √2."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -109,12 +109,12 @@ def _fit(points: Iterable[tuple[float, float]]) -> StepLine:
 
 
 def crowded(batch: float, share: float) -> float:
-    """Return the quantile `share` of a Poisson distribution with mean `batch`, by its normal approximation."""
+    """The quantile `share` of a Poisson distribution with mean `batch`, by its normal approximation."""
     return batch + max(0.0, NormalDist().inv_cdf(share)) * sqrt(batch)
 
 
 def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> float:
-    """Return the ITL within which `share` of the tokens are when `workers` generate `tokens_per_s`. Source: Little's law."""
+    """The ITL within which `share` of the tokens are when `workers` generate `tokens_per_s`. Source: Little's law."""
     left = 1 - tokens_per_s * line.each_s / workers
     if left <= 0:
         return inf
@@ -123,7 +123,7 @@ def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> fl
 
 
 def decode_workers(tokens_per_s: float, line: StepLine, target_s: float, share: float) -> int | None:
-    """Return the fewest workers whose ITL is within `target_s`; None if even a single request is too slow."""
+    """The fewest workers whose ITL is within `target_s`; None if a single request is too slow."""
     if line.fixed_s + line.each_s > target_s:
         return None
     for workers in range(1, MAX_WORKERS):

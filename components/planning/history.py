@@ -46,7 +46,7 @@ class History:
         self._spans: deque[tuple[float, Span]] = deque()  # by end time
 
     def see(self, now: Observation) -> Span | None:
-        """Add an observation. Return the span since the last one, if there was no gap."""
+        """The span since the last observation, if there was no gap."""
         last, self._last = self._last, now
         if last is None or not 0 < now.at_s - last.at_s <= self._longest_gap_s:
             self._spans.clear()
@@ -62,7 +62,7 @@ class History:
         return sum(span.seconds for _, span in self._spans)
 
     def total(self) -> Span:
-        """Return the window as one span, without `each`."""
+        """The window as one span, without `each`."""
         total = Span()
         for _, span in self._spans:
             total.seconds += span.seconds

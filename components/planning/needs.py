@@ -1,4 +1,4 @@
-"""Computes from observations how many workers each role needs, and why."""
+"""How many workers each role needs, and why, from observations."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from components.planning.samples import Observation, Planned
 LEARNING_S: Final = 300.0  # for variability and delays
 VARIABILITY: Final = (0.3, 5.0)  # allowed range
 TREND_S: Final = 120.0
-ENOUGH: Final = 20  # requests that are needed for a share or mean
-CEILING: Final = 0.95  # allowed share of the load at which a target was missed
-PURE: Final = 0.1  # prompt tokens per generated token, up to which a step is a sample of decode's cost
+ENOUGH: Final = 20  # requests for a share or mean
+CEILING: Final = 0.95  # of the load at which a target was missed
+PURE: Final = 0.1  # prompt tokens per generated token: up to this a step shows decode's cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Targets:
     ttft_s: float = 0.5
     itl_s: float = 0.05
     goal: float = 0.9  # share of first tokens and of gaps within their limits
-    kv_usage: float = 0.8  # limit on the share of decode's pages in use
-    backlog_s: float = 30.0  # time in which a queue is to be cleared
+    kv_usage: float = 0.8  # share of decode's pages in use
+    backlog_s: float = 30.0  # time to clear a queue
     headroom: float = 0.15  # extra load that the remaining workers must carry before one is removed
     memory_s: float = 1800.0  # how long a missed target is remembered
 
@@ -37,8 +37,8 @@ class Targets:
 @dataclass(frozen=True, slots=True)
 class Need:
     now: int  # workers needed
-    shrunk: int  # workers needed with headroom, below which none is removed
-    why: str  # the reason that needs most workers
+    shrunk: int  # with headroom, below which none is removed
+    why: str  # what needs most workers
 
 
 class Trend:
@@ -73,7 +73,7 @@ class Needs:
         self.tokens_per_s = 0.0  # speed of a busy prefill worker; 0: unknown
         self.service_s = 0.0  # mean computing time of a prompt
         self.variability = 1.0
-        self.other_s = 0.0  # part of TTFT that is neither waiting nor computing
+        self.other_s = 0.0  # of TTFT, neither waiting nor computing
         self.offered = 0.0  # prompt work in workers
         self.answer_tokens = 0.0  # generated tokens per request
         self._trends: dict[Planned, Trend] = {"prefill": Trend(), "decode": Trend()}
@@ -96,7 +96,7 @@ class Needs:
             ahead_s: time from the middle of the window until a new worker would serve.
         """
         self._learn(now, total, steady=steady_s >= total.seconds)
-        if steady_s >= 2 * total.seconds:  # by then, work from before the last change has also ended
+        if steady_s >= 2 * total.seconds:  # work from before the last change has ended
             self._notice_misses(now, total)
         return {"prefill": self._prefill(now, ahead_s), "decode": self._decode(now, total, ahead_s)}
 
@@ -112,7 +112,7 @@ class Needs:
         self.service_s = self.offered * total.seconds / work.accepted
         if work.accepted < ENOUGH or not steady:
             return
-        weight = min(1.0, total.seconds / LEARNING_S) / 10  # each observation is part of about ten windows
+        weight = min(1.0, total.seconds / LEARNING_S) / 10  # each observation is in about ten windows
         waiting = work.waiting_s / total.seconds
         if 0.3 * workers < self.offered < 0.95 * workers:
             random = waits(workers, self.offered) * self.offered / (workers - self.offered)
@@ -126,7 +126,7 @@ class Needs:
             self.other_s += weight * (other_s - self.other_s)
 
     def _offered(self, total: Span) -> float:
-        """Count computed prompts, growth of the queues, and local prefill, in workers."""
+        """Computed prompts, growth of the queues, and local prefill, in workers."""
         work = total.work["prefill"]
         if not self.tokens_per_s:
             return 0.0
@@ -134,7 +134,7 @@ class Needs:
         return max(0.0, work.busy_s + more / self.tokens_per_s) / total.seconds
 
     def _patience_s(self) -> float:
-        """Return the part of the TTFT target that is left for waiting."""
+        """What the TTFT target leaves for waiting."""
         return max(self._targets.ttft_s - self.service_s - self.other_s, self.service_s / 2)
 
     def _prefill(self, now: Observation, ahead_s: float) -> Need:
@@ -183,7 +183,7 @@ class Needs:
         return Need(tightest.now, max(need.shrunk for need in reasons), tightest.why)
 
     def _tokens_offered(self, work: Work, seconds: float) -> float:
-        """Return the requested tokens per second; while requests wait, fewer are generated."""
+        """Requested tokens per second; while requests wait, fewer are generated."""
         made = work.generated_tokens / seconds
         if work.waiting_s / seconds < 1 and work.accepted >= ENOUGH:
             each = work.generated_tokens / work.accepted
@@ -199,12 +199,12 @@ class Needs:
         batch, step_s = work.generated_tokens / work.steps, work.busy_s / work.steps
         why = f"{load:.0f} tokens/s in steps of {step_s * 1000:.1f} ms with {batch:.1f} requests"
         line = self.curve.line()
-        if line is None:  # only one batch size is known: assume that time is proportional to it
+        if line is None:  # with one known batch size, time is assumed to be proportional to it
             share = step_s * max(1.0, crowded(batch, targets.goal) / batch) / targets.itl_s
             return Need(min(here + 1, ceil(here * share)), max(1, ceil(here * share * (1 + targets.headroom))), why)
         now = decode_workers(load, line, targets.itl_s, targets.goal)
         shrunk = decode_workers(load * (1 + targets.headroom), line, targets.itl_s, targets.goal)
-        if now is None or shrunk is None:  # more workers would not help, so pages and waits decide
+        if now is None or shrunk is None:  # more workers do not help: pages and waits decide
             one_ms = (line.fixed_s + line.each_s) * 1000
             return Need(1, 1, f"a step of one request takes {one_ms:.1f} ms, more than the target")
         return Need(now, shrunk, why)

@@ -1,4 +1,4 @@
-"""Decides when to change the number of workers: one worker at a time, without oscillation."""
+"""When to change the number of workers: one at a time, without oscillation."""
 
 import logging
 from collections import deque
@@ -33,12 +33,12 @@ class Bounds:
 class Pace:
     every_s: float = 5.0  # between observations
     window_s: float = 60.0  # averaging time
-    up_after_s: float = 10.0  # how long more workers must be needed before one is added
-    down_after_s: float = 120.0  # how long fewer must be enough before one is removed
-    start_s: float = 30.0  # assumed start time of a worker, until measured
-    settle_s: float = 15.0  # minimum time between a change and the removal of a worker
+    up_after_s: float = 10.0  # how long more workers must be needed
+    down_after_s: float = 120.0  # how long fewer must be enough
+    start_s: float = 30.0  # of a worker's start, until measured
+    settle_s: float = 15.0  # between a change and a worker's removal
     start_timeout_s: float = 600.0  # for a worker to start or drain
-    retry_s: float = 120.0  # pause after a failed change
+    retry_s: float = 120.0  # after a failed change
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +62,23 @@ class _Role:
     above_since_s: float | None = None
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
-    given_up: bool = False  # whether its missing workers are no longer expected
+    given_up: bool = False  # missing workers are not expected
     never_came: int = 0  # requested workers that did not start
     went_down_s: float | None = None
-    devices: int = 1  # devices per worker, by the latest reports
-    patience: int = 1  # factor of `down_after_s`; doubled when a worker was removed too early
+    devices: int = 1  # per worker, as last reported
+    patience: int = 1  # factor of `down_after_s`; doubled by a removal too early
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     change: Change
     since_s: float
-    serving: int  # serving workers when it was requested
-    draining: int  # draining workers when it was requested, without the one that it removes
+    serving: int  # when it was requested
+    draining: int  # the same, without the one that it removes
 
 
 class Planner:
-    """Returns a verdict for each observation. The caller reports the outcome of a change with `took` or `failed`."""
+    """A verdict for each observation. The caller reports a change's outcome with `took` or `failed`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Planner:
         pace: Pace = Pace(),
         most_devices: int | None = None,
     ) -> None:
-        """`most_devices`: limit for all workers together; None: no limit."""
+        """`most_devices`: of all workers together; None: no limit."""
         self._most_devices = most_devices
         self.needs = Needs(targets)
         self._pace = pace
@@ -144,7 +144,7 @@ class Planner:
         return self._verdict(needs, now, "")
 
     def _note_missing(self, now: Observation) -> None:
-        """Record since when each role lacks workers. Any change of their number means that the load is unsettled."""
+        """Record since when each role lacks workers. A change of their number means that the load is unsettled."""
         for role, state in self._roles.items():
             serving = now.serving(role)
             if serving != self._last.serving(role):
@@ -161,7 +161,7 @@ class Planner:
                 self._settled_s = now.at_s
 
     def _present(self, role: Planned, now: Observation) -> int:
-        """Return the number of workers that serve or are expected to."""
+        """The workers that serve or are expected to."""
         wanted = now.wanted[role]
         return min(wanted, now.serving(role)) if self._roles[role].given_up else wanted
 
@@ -253,7 +253,7 @@ class Planner:
         return f"waiting for {change.after} {change.role} workers, for {waited_s:.0f} s"
 
     def _missing(self, now: Observation) -> str:
-        """Return why no worker may be removed: one is still starting or draining. Empty if none is."""
+        """Why no worker may be removed: one is starting or draining. Empty: none is."""
         for role in PLANNED:
             serving, wanted = now.serving(role), now.wanted[role]
             if self._roles[role].given_up:
@@ -265,7 +265,7 @@ class Planner:
         return ""
 
     def _up(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
-        """Return the most urgent addition that is allowed, or why there is none."""
+        """The most urgent addition that is allowed, or why there is none."""
         ups: list[tuple[float, Change]] = []
         for role, state in self._roles.items():
             here = now.wanted[role]
@@ -284,7 +284,7 @@ class Planner:
         return None, self._lacking(ups[0][1].role, now)
 
     def _lacking(self, role: Planned, now: Observation) -> str:
-        """Return why no worker may be added to a role; empty if one may."""
+        """Why no worker may be added to a role; empty if one may."""
         if now.wanted[role] >= self._roles[role].bounds.most:
             return f"{now.serving(role)} of {now.wanted[role]} {role} workers serve, and no more are allowed"
         used, needed = sum(now.wanted[one] * self._roles[one].devices for one in PLANNED), self._roles[role].devices

@@ -11,16 +11,16 @@ PLANNED: Final[tuple[Planned, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """Counters since the start of the process, and the present load."""
+    """Counters since the process's start, and the present load."""
 
     instance_id: str
     busy_s: float  # time in engine steps
-    steps: int  # steps with work
+    steps: int  # with work
     prompt_tokens: int
     generated_tokens: int  # without accepted drafts of speculative decoding
-    accepted: int  # accepted requests
-    queued_tokens: int  # tokens of queued prompts
-    waiting: float  # waiting requests, preferably the mean since the last sample
+    accepted: int
+    queued_tokens: int  # of prompts
+    waiting: float  # requests, preferably the mean since the last sample
     used_pages: int
     total_pages: int
     draining: bool = False
@@ -44,7 +44,7 @@ class Histogram:
         return self.total_s / self.count if self.count else 0.0
 
     def since(self, before: "Histogram") -> "Histogram":
-        """Return the difference; an empty histogram if the two cannot be of the same process."""
+        """The difference; empty if the two cannot be of one process."""
         if not before.bounds:
             return self
         if list(before.bounds) != list(self.bounds) or before.count > self.count:
@@ -53,7 +53,7 @@ class Histogram:
         return Histogram(self.bounds, counts, max(0.0, self.total_s - before.total_s))
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """Return the sum; if the bounds differ, as between versions, only the histogram with more observations."""
+        """The sum; if the bounds differ, as between versions, the histogram with more observations."""
         if not self.bounds:
             return other
         if not other.bounds:
@@ -64,7 +64,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total_s + other.total_s)
 
     def share_within(self, limit_s: float) -> float:
-        """Return the share of values up to `limit_s`, interpolated within a bucket."""
+        """The share of values up to `limit_s`, interpolated within a bucket."""
         if not self.count:
             return 1.0
         if limit_s < self.bounds[0]:
@@ -89,16 +89,16 @@ class FrontendSample:
 @dataclass(frozen=True, slots=True)
 class Observation:
     at_s: float  # monotonic
-    wanted: Mapping[Planned, int]  # numbers that the connector reports; empty: unknown
-    workers: Mapping[Planned, Sequence[WorkerSample]]  # workers that reported
+    wanted: Mapping[Planned, int]  # as the connector reports; empty: unknown
+    workers: Mapping[Planned, Sequence[WorkerSample]]  # those that reported
     frontends: Sequence[FrontendSample] = ()
-    unknown: Sequence[str] = ()  # ids of instances without a report
+    unknown: Sequence[str] = ()  # ids without a report
 
     def serving(self, role: Planned) -> int:
         return sum(not worker.draining for worker in self.workers.get(role, ()))
 
     def devices(self, role: Planned) -> int:
-        """Return the devices that another worker would need, as many as the largest present one."""
+        """The devices that another worker would need: as many as the largest present one."""
         return max((worker.devices for worker in self.workers.get(role, ())), default=1)
 
     def draining(self, role: Planned) -> int:

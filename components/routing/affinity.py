@@ -1,4 +1,4 @@
-"""Policies that send all requests with the same key to one instance: hashing and sessions."""
+"""Policies that send requests with the same key to one instance: hashing and sessions."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -36,7 +36,7 @@ class Rendezvous:
         self._names: dict[str, int] = {}
 
     def scores(self, key: bytes, members: Sequence[HasInstanceId]) -> list[int]:
-        """Return 64 bits per member, the same in every process. The member with the highest score owns the key."""
+        """64 bits per member, the same in every process. The highest score owns the key."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
@@ -70,7 +70,7 @@ def prefix_only(request: RouteRequest) -> bytes:
 
 
 class BoundedHashing:
-    """If the key's instance is too full, choose the next by score, or the least loaded.
+    """If the key's instance is too full, take the next by score, or the least loaded.
 
     Source: Mirrokni et al. 2018, "Consistent hashing with bounded loads", arXiv:1608.01350.
     """
@@ -113,14 +113,14 @@ class BoundedHashing:
         return PolicyChoice(members[other], f"{members[first].instance_id} is too full for its key")
 
 
-IDLE_S: Final = 1800.0  # a session without requests expires
+IDLE_S: Final = 1800.0  # then a session expires
 SESSIONS: Final = 100_000
-SPILL: Final = 2.0  # multiple of the mean load, plus `SPILL_TOKENS`, above which a session moves
+SPILL: Final = 2.0  # times the mean load, plus `SPILL_TOKENS`: above it a session moves
 SPILL_TOKENS: Final = 8192
 
 
 class SessionAffinity:
-    """Sends a session to the same instance. `inner` chooses for new sessions, and if the instance has left or is too full.
+    """Sends a session to one instance. `inner` chooses for new ones, and if the instance has left or is too full.
 
     Unlike with hashing, no session moves when an instance joins.
     """

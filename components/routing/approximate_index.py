@@ -15,7 +15,7 @@ EXPIRED_PER_CALL: Final = 4096
 
 
 class ApproximateIndex:
-    """Records the first blocks of each routed prompt, which suffice to send its continuation to the same instance.
+    """Records the first blocks of each routed prompt: enough to send its continuation to the same instance.
 
     Blocks expire after `ttl_s`. Above `max_blocks` pairs of block and instance, the oldest are evicted.
     """

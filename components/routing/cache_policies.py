@@ -18,21 +18,21 @@ from components.routing.policy import (
     lowest,
 )
 
-SPEED_RANGE: Final = 4.0  # a speed counts as at most this factor from the median
-USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median counts as the median
+SPEED_RANGE: Final = 4.0  # a speed counts as within this factor of the median
+USUAL_SPEEDS: Final = 2.0  # a speed within this factor counts as the median
 GIVEN_HALF_LIFE_S: Final = 60.0
-REBASE_AFTER_HALF_LIVES: Final = 64.0  # until values are rebased, against overflow
+REBASE_AFTER_HALF_LIVES: Final = 64.0  # then values are rebased, against overflow
 
 
 @dataclass(frozen=True, slots=True)
 class KvWeights:
     cached: float = 1.0
-    queued: float = 0.5  # per queued token: shorter prompts overtake, so about half of them go first
-    crowd_tokens: float = 16384.0  # mean queue at which an uncached token counts twice: it delays all behind it
+    queued: float = 0.5  # shorter prompts overtake, so about half of the tokens go first
+    crowd_tokens: float = 16384.0  # mean queue at which an uncached token, which delays all behind it, counts twice
     request: float = REQUEST_TOKENS
     temperature: float = 0.0  # in prompts: a cost higher by this is e times less likely; 0: always the best
     near: float = 0.05  # in prompts: costs so close to the smallest are equal
-    spill: float = 2.0  # multiple of the mean, plus `spill_*`, above which an instance is excluded
+    spill: float = 2.0  # times the mean, plus `spill_*`: above it an instance is excluded
     spill_requests: float = 4
     spill_tokens: float = 8192
 
@@ -65,8 +65,8 @@ class _Given:
 class KvAware:
     """Minimise queued plus uncached tokens, per device of an instance.
 
-    Reports are late, and routers do not see each other's requests. So a router spreads its requests evenly among
-    nearly equal costs. With a spill of at least 2 some instance remains, because fewer than half exceed twice the mean.
+    Reports are late, and routers do not see each other's requests, so a router spreads its own evenly among nearly equal costs.
+    With a spill of at least 2 some instance remains, because fewer than half exceed twice the mean.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
@@ -124,7 +124,7 @@ class KvAware:
         return costs
 
     def _exclude_crowded(self, running: Sequence[float], queued: Sequence[float], costs: list[float]) -> int:
-        """Set the cost of excluded members to infinity. Returns: the number of these."""
+        """Set excluded members' cost to infinity. Returns: their number."""
         weights, count = self._weights, len(costs)
         most_running = weights.spill * sum(running) / count + weights.spill_requests
         most_queued = weights.spill * sum(queued) / count + weights.spill_tokens
@@ -143,7 +143,7 @@ def _by_device(values: Sequence[float], devices: Sequence[int]) -> list[float]:
 
 
 def _by_speed(costs: list[float], speeds: Sequence[float]) -> list[float]:
-    """Scale costs by speed, relative to an instance of usual speed."""
+    """Scale costs by speed, relative to the usual."""
     known = [speed for speed in speeds if speed > 0]
     if not known:
         return costs

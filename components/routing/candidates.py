@@ -1,7 +1,7 @@
 """The instances that a router queries about a prompt, in a large fleet. No I/O.
 
-All routers query the same instances about a common prefix: those with the highest rendezvous scores for its block
-hashes. A popular prefix gets more instances, in rounds.
+All routers query the same instances about a common prefix: those with the highest rendezvous scores for its block hashes. A
+popular prefix gets more instances, in rounds.
 """
 
 import math
@@ -17,27 +17,27 @@ from components.routing.policy import HasInstanceId, Member, RouteRequest
 from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
-DEPTH_GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
+DEPTH_GROWTH: Final = 1.5  # two prompts share a depth of two thirds of their common prefix, or more
 MAX_DEPTHS: Final = 12
 CANDIDATES_PER_LATER_ROUND: Final = 6  # from all depths
 MAX_REMEMBERED_KEYS: Final = 4096
 MIN_BURST: Final = 32.0
-BURST_S: Final = 20.0  # capacity of the token bucket, in seconds of its rate
+BURST_S: Final = 20.0  # the token bucket's capacity, in seconds of its rate
 MIN_QUERIES_PER_ROUND: Final = 2
 MAX_SHARE_PER_ROUND: Final = 0.1  # of the allowance
 
 
 class Round(NamedTuple):
-    ranks: int  # ranks queried at each depth, up to this one
-    queued_tokens: int  # the round is needed if the best answer has a queue of at least this
+    ranks: int  # queried at each depth, up to this one
+    queued_tokens: int  # the round is needed if the best answer's queue is at least this
 
 
-# Each candidate computes the prefix once, so only longer queues add more of them.
+# Each candidate computes the prefix once, so only longer queues add more.
 ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Round(72, 32_768))
 
 
 def depths(num_blocks: int, page_size: int) -> list[int]:
-    """Return prefix lengths in blocks, ascending. A short prompt has only one: all its blocks."""
+    """Prefix lengths in blocks, ascending. A short prompt has one: all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
     while len(found) < MAX_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
@@ -55,7 +55,7 @@ class Allowance:
         self._at_s = -math.inf
 
     def reserve(self, wanted: int, per_s: float, now_s: float) -> int:
-        """Take up to `wanted` queries. A busy router gets a few for each prompt, rather than none for some prompts."""
+        """Take up to `wanted` queries. A busy router gets a few per prompt, rather than none for some."""
         most = max(MIN_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
@@ -72,7 +72,7 @@ class CandidateChoice:
         self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # ranked indices by key
 
     def rounds(self, keys: Sequence[bytes], members: Sequence[HasInstanceId]) -> Iterator[Sequence[int]]:
-        """Yield the indices of new candidates, round by round. Pass another `members` object if the members change.
+        """Indices of new candidates, round by round. Pass another `members` object if the members change.
 
         `keys`: the prompt's hashes at its `depths`.
         """
@@ -127,7 +127,7 @@ class CandidateQuery:
                 self._answered[instance_id] = member
 
     def add_fallbacks(self, instance_ids: Iterable[str]) -> None:
-        """Add instances that are chosen only if no queried instance answers."""
+        """Instances that are chosen only if no queried one answers."""
         self._unanswered.update(instance_ids)
 
     @property

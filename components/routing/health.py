@@ -10,7 +10,7 @@ from components.lifecycle import Lifecycle
 from components.routing.policy import Member
 
 WARM_S: Final = 10.0
-FIRST_SHARE: Final = 0.1  # of a new instance, relative to an equal share
+FIRST_SHARE: Final = 0.1  # of an equal share
 MAX_CREDIT: Final = 2.0  # requests
 
 
@@ -46,7 +46,7 @@ class Trial:
 
 
 class Breaker:
-    """Circuit breaker: after several failures in a row, an instance gets no requests, and later one trial request."""
+    """After several failures in a row, an instance gets no requests, and later one trial."""
 
     def __init__(self, name: str, rng: Random, settings: BreakerSettings) -> None:
         self._rng = rng
@@ -54,8 +54,8 @@ class Breaker:
         self._lifecycle = Lifecycle(f"breaker {name}", NEXT, B.CLOSED)
         self._failures = 0
         self._failed_trials = 0  # in a row
-        self._until_s = 0.0  # end of the back-off or trial
-        self._trial: Trial | None = None  # latest trial
+        self._until_s = 0.0  # of the back-off or trial
+        self._trial: Trial | None = None
 
     @property
     def state(self) -> BreakerState:
@@ -67,7 +67,7 @@ class Breaker:
         return 0.0 if self.state is B.CLOSED else self._until_s
 
     def sent(self, now_s: float) -> Trial | None:
-        """Record a sent request. Returns: its trial, if it is one."""
+        """Returns: the request's trial, if it is one."""
         if self.state is B.CLOSED or now_s < self._until_s:
             return None
         if self.state is B.OPEN:
@@ -77,7 +77,7 @@ class Breaker:
         return self._trial
 
     def succeeded(self) -> bool:
-        if self.state is B.OPEN:  # the request was sent before the breaker opened
+        if self.state is B.OPEN:  # sent before the breaker opened
             return False
         self._failures = self._failed_trials = 0
         if self.state is B.CLOSED:
@@ -100,7 +100,7 @@ class Breaker:
         back_off_s = min(
             self._settings.max_backoff_s, self._settings.first_backoff_s * 2.0 ** min(self._failed_trials, 30)
         )
-        jitter = 0.5 + 0.5 * self._rng.random()  # so that routers do not all retry at once
+        jitter = 0.5 + 0.5 * self._rng.random()  # routers must not all retry at once
         self._until_s = now_s + back_off_s * jitter
 
 
@@ -111,7 +111,7 @@ class _Warming:
 
 
 class Health:
-    """Breakers of all instances, and slow start: a new instance is a candidate only while it has credit, unless all are new.
+    """Breakers of all instances, and slow start: a new instance is a candidate only with credit, unless all are new.
 
     Each request of the role adds credit: at first a tenth of an equal share, after WARM_S a full share.
     """
@@ -134,7 +134,7 @@ class Health:
         self._breakers.pop(instance_id, None)
 
     def candidates(self, members: Sequence[Member], now_s: float, *, or_none: bool = False) -> Sequence[Member]:
-        """Return the members that may get a request now. If all breakers are open: all members or, with `or_none`, none."""
+        """Members that may get a request now. If all breakers are open: all or, with `or_none`, none."""
         if self._breakers:
             ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
             members = ready if ready or or_none else members
@@ -173,7 +173,7 @@ class Health:
             del self._breakers[instance_id]
 
     def undecided(self, instance_id: str, trial: Trial, now_s: float) -> None:
-        """Record that a trial request was refused or cancelled, so another request may take its place."""
+        """A trial was refused or cancelled: another request may replace it."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.undecided(trial, now_s)
 

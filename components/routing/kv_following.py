@@ -1,11 +1,11 @@
-"""Mirror one instance's prefix cache from its KV events, with a dump after each gap. No I/O."""
+"""Mirror one instance's prefix cache from KV events, with a dump after each gap. No I/O."""
 
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 from components.wire.kv_events import KvEventBatch
 
-MAX_HELD: Final = 1024  # batches; those of most of a minute
+MAX_HELD: Final = 1024  # batches of most of a minute
 MAX_HELD_BLOCKS: Final = 1 << 18  # 4 MB of hashes
 
 
@@ -24,7 +24,7 @@ class BlockIndex(Protocol):
         pass
 
     def sweep(self, num_blocks: int) -> bool:
-        """Free the room of removed instances. Returns whether there may be more to free."""
+        """Free removed instances' room. Returns whether there may be more."""
 
 
 class KvFollower:
@@ -34,9 +34,9 @@ class KvFollower:
         self.instance_id = instance_id
         self.epoch = epoch
         self.needs_dump = True
-        self.number: int | None = None  # of the last applied batch; None: no dump yet, or a dump is in progress
+        self.number: int | None = None  # of the last applied batch; None: no dump yet, or one in progress
         self.gaps = 0
-        self.missing = 0  # upper bound of the blocks that the index refused; a new dump is needed to get them
+        self.missing = 0  # upper bound of refused blocks, which need a new dump
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
         self._held_blocks = 0  # counts repeated batches twice
@@ -58,7 +58,7 @@ class KvFollower:
         self.needs_dump = self._became_stale = True
 
     def dump_asked(self) -> int | None:
-        """Return the number for the dump request. A worker without a later batch sends no dump."""
+        """The number for the dump request. A worker without a later batch sends no dump."""
         self._became_stale = False
         return None if self.missing else self.number
 

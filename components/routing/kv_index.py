@@ -1,7 +1,7 @@
 """Index of which instances hold which blocks.
 
-Each block has a bit mask of instances; equal masks may share an object: 110 bytes a block. A removed instance's bits
-are ignored, then swept in small steps.
+Each block has a bit mask of instances; equal masks may share an object: 110 bytes a block. A removed instance's bits are
+ignored, and swept in small steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,8 +9,8 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
-FREE_SHARE_TO_REFETCH: Final = 1 / 16  # of `max_blocks`; once it is free, refused blocks are requested again
-SHARDS: Final = 256  # by a hash's first byte; to resize one dictionary of millions would stop the process
+FREE_SHARE_TO_REFETCH: Final = 1 / 16  # of `max_blocks`; then refused blocks are requested again
+SHARDS: Final = 256  # by a hash's first byte; a resize of one large dictionary would stop the process
 INTERNED: Final = 1 << 16  # masks kept for sharing
 MAX_BITS_PER_SET_BIT: Final = 24  # if more than one bit in this many is set, it is faster to scan the mask as text
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
@@ -18,10 +18,10 @@ SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `KvFollower.missing`."""
+    """Holds at most `max_blocks`, and refuses more until evictions make room: see `KvFollower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_blocks = 0  # including blocks of removed instances, until they are swept
+        self.num_blocks = 0  # also those of removed instances, until they are swept
         self.refused = 0
         self.max_blocks = max_blocks
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
@@ -31,7 +31,7 @@ class KvIndex:
         self._live = 0  # mask of the slots in use
         self._written = 0  # slots that masks may have
         self._free: list[int] = []  # slots in no mask
-        self._left = 0  # mask of removed slots that are not swept
+        self._left = 0  # mask of removed, unswept slots
         self._sweeping = 0  # of the current pass
         self._next_shard = 0
         self._credit = 0  # blocks to sweep
@@ -44,7 +44,7 @@ class KvIndex:
         return instance_id in self._slots
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """Return how many leading blocks each instance holds, without zeros."""
+        """How many leading blocks each instance holds, without zeros."""
         shards, alive, mask, depth = self._shards, self._live, -1, 0
         ended: list[tuple[int, int]] = []  # (number of blocks, slots with exactly these)
         for block in block_hashes:  # hashed on demand, up to the first unknown block

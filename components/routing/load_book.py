@@ -1,4 +1,4 @@
-"""Each instance's load: its last heartbeat plus requests sent since, so that a burst is spread.
+"""Each instance's load: its last heartbeat plus requests sent since, so a burst is spread.
 
 No clocks are compared: a heartbeat has the number of the latest accepted request.
 """
@@ -12,14 +12,14 @@ from typing import Final
 from components.routing.policy import BY_ID, Member
 from components.wire.heartbeat import Heartbeat
 
-UNREPORTED_EXPIRY_S: Final = 12.0  # longer than a call takes, and than a lost instance's silence
-OWN_REQUEST_EXPIRY_S: Final = 600.0  # of a request whose end was never reported
+UNREPORTED_EXPIRY_S: Final = 12.0  # longer than a call, and than a lost instance's silence
+OWN_REQUEST_EXPIRY_S: Final = 600.0  # of a request without a reported end
 OVERTAKEN_FOR_S: Final = 2.0  # until then a lower number is a late heartbeat; later it corrects a wrong one
 
 
 @dataclass(slots=True, eq=False)
 class RoutedRequest:
-    """A request sent to an instance. The sender must pass it to `ended` when it has ended."""
+    """A sent request. The sender must pass it to `ended`."""
 
     tokens: int
     pages: int
@@ -39,8 +39,8 @@ class _InstanceLoad:
     queued_tokens: int = 0
     running: int = 0
     used_pages: int = 0
-    own_branches: int = 0  # this router's branches
-    own_tokens: int = 0  # their prompt tokens that are not computed yet
+    own_branches: int = 0  # this router's
+    own_tokens: int = 0  # their prompt tokens still to compute
     own_pages: int = 0
     unreported: dict[RoutedRequest, None] = field(default_factory=dict)
     unreported_tokens: int = 0
@@ -48,9 +48,9 @@ class _InstanceLoad:
     unreported_branches: int = 0
 
     def show(self) -> None:
-        """Update the member that policies see. Our own counts are lower bounds if a worker reports fewer requests.
+        """Update the member that policies see. If a worker reports fewer requests than ours, our counts are lower bounds.
 
-        Otherwise the worker's report is used, because requests may share pages.
+        Otherwise its report is used, because requests may share pages.
         """
         member = self.member
         member.queued_tokens = self.queued_tokens + self.unreported_tokens
@@ -85,7 +85,7 @@ class LoadBook:
         return member
 
     def left(self, instance_id: str) -> None:
-        """Remove an instance that has ended. A silent one stays, because it may return."""
+        """Remove an ended instance. A silent one may return, so it stays."""
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
@@ -97,7 +97,7 @@ class LoadBook:
             del self._own_requests[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> RoutedRequest | None:
-        """Return None for an unknown instance."""
+        """None: the instance is unknown."""
         self.expire(now_s)
         instance = self._instances.get(instance_id)
         if instance is None:
@@ -114,7 +114,7 @@ class LoadBook:
         return sent
 
     def accepted(self, sent: RoutedRequest, number: int) -> None:
-        """Record the number that the instance gave the request. With 0, the next heartbeat counts as its report."""
+        """`number`: the instance's number of the request. With 0, the next heartbeat counts as its report."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
             self._mark_reported(sent)
@@ -145,7 +145,7 @@ class LoadBook:
         instance.show()
 
     def record_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Ignore a heartbeat of a stale epoch or older than the last one."""
+        """A heartbeat of a stale epoch, or older than the last, is ignored."""
         self.expire(now_s)
         instance = self._instances.get(heartbeat.instance_id)
         if instance is None or instance.epoch != heartbeat.epoch:

@@ -41,7 +41,7 @@ LOADS: Final[dict[WorkerRole, Load]] = {"prefill": prompt_load, "decode": memory
 OVERLAP: Final[dict[WorkerRole, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
 Options = Mapping[str, float]
-MAX_OPTION: Final = 1e9  # largest value of an option, to keep products finite
+MAX_OPTION: Final = 1e9  # of an option, to keep products finite
 OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {
     "least_load": ("overlap",),
     "kv_aware": ("cached", "queued", "temperature"),
@@ -86,7 +86,7 @@ class PolicySpec:
         )
 
     def meeting_key(self, role: WorkerRole, request: RouteRequest) -> bytes | None:
-        """Return the key that determines the queried candidates in a large fleet.
+        """The key that determines the queried candidates in a large fleet.
 
         None: the hashes of the prompt's prefixes. Empty: a random key.
         """
@@ -100,7 +100,7 @@ class PolicySpec:
 
 
 def parse_policy(text: str) -> PolicySpec:
-    """Raises: ValueError for an unknown name or option, or a number out of range."""
+    """Raises: ValueError, for an unknown name or option, or a number out of range."""
     name, _, rest = text.partition("@")
     known = next((policy for policy in POLICIES if policy == name), None)
     if known is None:

@@ -1,4 +1,4 @@
-"""The interface of routing policies, the loads that they compare, and the policies that compare only loads. No I/O.
+"""Routing policies: their interface, the loads that they compare, and those that compare only loads. No I/O.
 
 docs/routing.md has the formulas, and says which policy to use when.
 """
@@ -27,23 +27,23 @@ class HasInstanceId(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    num_tokens: int  # prompt tokens, plus generated tokens after a move
+    num_tokens: int  # of the prompt, plus generated ones after a move
     session: str = ""
     prefix: bytes = b""  # hash of its first tokens
     explain: bool = False  # also report costs, which takes time
-    dry: bool = False  # dry run, which changes no state
+    dry: bool = False  # changes no state
 
 
 @dataclass(slots=True)
 class Member:
-    """One instance as policies see it. Updated in place, without allocation."""
+    """An instance as policies see it. Updated in place, without allocation."""
 
     instance_id: str
-    queued_tokens: int = 0  # prompt tokens that are not computed yet
-    running: int = 0  # branches that run there or are being sent
+    queued_tokens: int = 0  # of prompts, still to compute
+    running: int = 0  # branches, also those being sent
     used_pages: int = 0  # neither free nor merely cached
     total_pages: int = 0
-    prompt_tokens_per_s: float = 0.0  # recent prefill speed; 0: unknown
+    prompt_tokens_per_s: float = 0.0  # prefill speed; 0: unknown
     page_size: int = 16  # tokens
     devices: int = 1  # loads are compared per device
 
@@ -85,7 +85,7 @@ def memory_load(member: Member, tokens: int) -> float:
 
 
 def lowest(costs: Sequence[float], rng: Random) -> int:
-    """Return the index of the smallest cost. Ties are broken at random, so that routers choose differently."""
+    """Index of the smallest cost. Ties are broken at random, so that routers choose differently."""
     least = min(costs)
     at = costs.index(least)
     if (equal := costs.count(least)) > 1:
@@ -137,7 +137,7 @@ def is_sooner_locally(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]
 
 class RoundRobin:
     def __init__(self) -> None:
-        self._last = ""  # an id rather than an index, so that turns stay fair when the fleet changes
+        self._last = ""  # an index would make turns unfair when the fleet changes
 
     def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         at = bisect_right(members, self._last, key=BY_ID)
@@ -156,7 +156,7 @@ class RandomChoice:
 
 
 class PowerOfTwo:
-    """Choose the less loaded of two random instances, so that routers with the same stale reports choose differently.
+    """Choose the less loaded of two random instances, so that routers with equal stale reports differ.
 
     Source: Mitzenmacher 2001, "The power of two choices in randomized load balancing".
     """
@@ -205,7 +205,7 @@ BALANCE_REL: Final = 1.5
 class Bucket:
     """Each instance serves a range of prompt lengths, so that short prompts do not wait for long ones.
 
-    Before there is a history, or with unbalanced loads, the least loaded instance is chosen.
+    Without a history, or with unbalanced loads, the least loaded instance is chosen.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class Bucket:
         self._absolute = balance_abs_tokens
         self._relative = balance_rel
         self._lengths: deque[int] = deque(maxlen=BUCKET_HISTORY_PROMPTS)
-        self._learned = 0  # prompts since `_sorted` was made
+        self._learned = 0  # prompts since `_sorted`
         self._sorted: list[int] = []
         self._below: list[int] = [0]  # tokens in the first i of `_sorted`
 

@@ -1,4 +1,4 @@
-"""One process's choice among the instances of a role. No I/O, so that the simulator can run this code."""
+"""One process's choice among a role's instances. No I/O, so that the simulator can run it."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
 MAX_SHOWN_CANDIDATES: Final = 8  # in a span
-# errors that count as an instance's failure
+# an instance's failures
 INSTANCE_FAILURES: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
@@ -33,9 +33,8 @@ class RouteChoice:
     candidates: Sequence[Candidate] = ()  # if explained: the chosen one first
 
     def facts(self) -> dict[str, Any]:
-        """Return span attributes."""
         facts: dict[str, Any] = {"kvmesh.route.why": self.why, "kvmesh.route.candidates": self.num_candidates}
-        if self.num_candidates > 1:  # with a single one, its cache is not looked up
+        if self.num_candidates > 1:  # the cache of a single one is not looked up
             facts["kvmesh.route.cached_tokens"] = self.cached_tokens
         if self.candidates:
             facts["kvmesh.route.compared"] = _Compared(self.candidates[:MAX_SHOWN_CANDIDATES])
@@ -80,7 +79,7 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 
 
 class Route:
-    """A request that was routed to an instance. The sender reports outcomes, and calls `ended` for every branch."""
+    """A routed request. The sender reports outcomes, and calls `ended` for every branch."""
 
     __slots__ = ("_branches_left", "_failed", "_router", "_sent", "_succeeded", "_trial", "instance_id")
 
@@ -106,7 +105,7 @@ class Route:
             self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """Record a failure of the instance; counted once for all branches."""
+        """A failure of the instance counts once for all branches."""
         counts = isinstance(error, INSTANCE_FAILURES) and not isinstance(error, StaleInstance) and self._is_same_process
         if counts and not self._failed:
             self._failed = True
@@ -218,7 +217,7 @@ class Router:
         return RouteChoice(member.instance_id, hit, why, len(members), hashes, shown)
 
     def candidates(self, usable: Sequence[HasInstanceId]) -> Sequence[Member]:
-        """Those of `usable` that `choose` may take now: without open breakers, and with credit while they warm up."""
+        """Those that `choose` may take now: without open breakers, and with credit while they warm up."""
         return self.health.candidates(self._members_of(usable), self.now_s, or_none=self._or_none)
 
     def explain(self, request: RouteRequest, blocks: BlocksOf, usable: Sequence[HasInstanceId]) -> RouteChoice | None:

@@ -16,7 +16,7 @@ from components.structured.mask import GrammarMask
 from components.structured.schema import fault_in_schema
 from components.wire.sampling import Constraint
 
-STEPS: Final = 32  # tokens of a random text; most expensive constraints are detected early
+STEPS: Final = 32  # tokens of a random text; most expensive constraints show early
 LONGEST_REASON: Final = 300
 NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
@@ -39,7 +39,7 @@ REWORDINGS: Final = (  # part of llguidance's message, our text; the first match
 
 
 class Unusable(Exception):
-    """The constraint cannot be used. The message completes a sentence that names the constraint."""
+    """The message completes a sentence that names the constraint."""
 
 
 def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
@@ -87,7 +87,7 @@ def _schemas_in(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | None:
-    """Return the fault of a nested schema, with its title (a tool's name). None if each compiles on its own."""
+    """The fault of a nested schema, with its title (a tool's name). None: each compiles on its own."""
     for schema in _schemas_in(constraint.text) if constraint.kind == "lark" else ():
         if isinstance(title := schema.get("title"), str):
             matcher = start_matcher(vocabulary, Constraint(kind="lark", text=f"start: %json {json.dumps(schema)}"))
@@ -97,7 +97,7 @@ def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | N
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
-    """Masks that are too expensive are only detected by generating random allowed tokens."""
+    """Only random allowed tokens reveal too expensive masks."""
     num_words = -(-vocabulary.vocab_size // 32)
     mask = GrammarMask(matcher, num_words)
     words = np.zeros(num_words, dtype=np.int32)

@@ -25,11 +25,11 @@ from components.wire.sampling import Constraint
 log = logging.getLogger(__name__)
 
 PROCESSES: Final = 3  # each starts when the others are busy
-OF_A_CALLER: Final = 2  # concurrent checks per caller, so that one process is left for others
-MAX_WAITING: Final = 512  # including those being checked
+OF_A_CALLER: Final = 2  # at once, so that one process is left for others
+MAX_WAITING: Final = 512  # also those being checked
 MAX_WAITING_OF_A_CALLER: Final = 128
 LEFT_S: Final = 0.5  # grace period of an abandoned check, about a process's start time
-PATIENCE: Final = 30  # limit on wall-clock time, as a multiple of the budget
+PATIENCE: Final = 30  # wall-clock time, times the budget
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20
@@ -40,7 +40,7 @@ TOO_COMPLEX: Final = "it is too complex: compiling it exceeds the limit of time 
 class _Caller:
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OF_A_CALLER))
     checks: dict[Constraint, "_Check"] = field(default_factory=dict)
-    num_tasks: int = 0  # including abandoned ones that still run
+    num_tasks: int = 0  # also abandoned ones that run
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class ConstraintChecker:
         self._turn = asyncio.Semaphore(PROCESSES)
 
     async def check(self, constraint: Constraint, caller: bytes = b"") -> Constraint:
-        """Return the constraint in the form for the wire.
+        """The constraint in the form for the wire.
 
         Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow.
         """
@@ -95,7 +95,7 @@ class ConstraintChecker:
         return known
 
     def _check_of(self, constraint: Constraint, caller_id: bytes) -> _Check:
-        """Return the caller's check, or start one. Callers do not share checks, as one would wait for the other's turn."""
+        """Callers do not share checks: one would wait for the other's turn."""
         caller = self._callers.get(caller_id) or _Caller()
         check = caller.checks.get(constraint)
         if check is not None:
@@ -144,7 +144,7 @@ class ConstraintChecker:
             try:
                 known = await sandbox.check(check.constraint)
             finally:
-                # The last one is used next, so one whose process is running.
+                # The last is used next, so one with a running process.
                 self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)
             self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
@@ -184,8 +184,8 @@ class _Sandbox:
     async def check(self, constraint: Constraint) -> Constraint | str:
         if self._process is None:
             self._process = asyncio.create_task(self._start())
-        process = await asyncio.shield(self._process)  # if this check is abandoned, the start continues
-        if process.returncode is not None:  # it was killed while idle, so not because of this constraint
+        process = await asyncio.shield(self._process)  # the start outlives this check
+        if process.returncode is not None:  # killed while idle, so not by this constraint
             await self.end()
             self._process = asyncio.create_task(self._start())
             process = await asyncio.shield(self._process)

@@ -17,10 +17,10 @@ LIMITS: Final = LLParserLimits(
     step_max_items=20_000,
     max_lexer_states=50_000,
     max_grammar_size=300_000,
-    verbose_errors=False,  # verbose errors would quote the text
+    verbose_errors=False,  # they would quote the text
 )
 ASCII: Final = "dw"  # ASCII only for \d and \w, as in JSON Schema's patterns
-ENDED: Final = ("NoExtension", "EndOfSentence")  # stop reasons of a matcher whose text is complete
+ENDED: Final = ("NoExtension", "EndOfSentence")  # stop reasons of a complete text
 
 
 def load_vocabulary(
@@ -55,7 +55,7 @@ def as_lark(constraint: Constraint) -> Constraint:
 
 
 def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
-    """Compile a constraint, on any thread, without the GIL. The matcher's `get_error` returns the fault, if any."""
+    """Compile on any thread, without the GIL. The matcher's `get_error` returns the fault, if any."""
     text = constraint.text
     if constraint.kind == "json_schema":
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
@@ -67,7 +67,7 @@ def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
 
 
 def fault_of(matcher: LLMatcher) -> str | None:
-    """Return why an incomplete text cannot continue; None if it can, or is complete."""
+    """Why an incomplete text cannot continue; None if it can, or is complete."""
     if not matcher.is_stopped() or matcher.stop_reason() in ENDED:
         return None
     return matcher.get_error() or matcher.stop_reason()

@@ -15,7 +15,7 @@ from components.structured.grammar import fault_of
 class Wear:
     """Use of one compilation. Copies of a matcher share its lexer, which grows with every text.
 
-    If the lexer is full, or a step was too expensive, all copies fail.
+    If it is full, or a step was too expensive, all copies fail.
     """
 
     num_tokens: int = 0
@@ -34,7 +34,7 @@ class GrammarMask:
         self._wear = wear or Wear()
 
     def fill(self, allowed: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that are allowed next, including end tokens if the text may end."""
+        """Set the bits of allowed next tokens, also end tokens if the text may end."""
         if len(allowed) == self._num_words:
             self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
             return

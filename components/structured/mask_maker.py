@@ -33,7 +33,7 @@ class Threads:
         self._stopped = False
 
     def do(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Queue `work` and return its future. If cancelled before it starts, it never runs.
+        """Queue `work`. If cancelled before it starts, it never runs.
 
         Raises: Overloaded after `stop`.
         """
@@ -72,17 +72,17 @@ class Threads:
                 future.set_result(work())
             except BaseException as exc:  # noqa: BLE001 - the caller gets it; a panic of Rust's is not an Exception
                 future.set_exception(exc)
-            del taken, future, work  # so that an idle thread keeps no objects alive
+            del taken, future, work  # else an idle thread keeps them alive
 
 
 THREADS: Final = 2  # so that a slow compilation does not block others
-STOP_S: Final = 2.0  # timeout for running compilations when the process ends
+STOP_S: Final = 2.0  # for running compilations when the process ends
 MAX_KNOWN: Final = 128
 MAX_KNOWN_BYTES: Final = 512 << 20  # estimated, because llguidance does not report its memory
 # upper bounds; docs/openai.md has the figures
 BYTES_PER_CPU_S: Final = 160e6  # per CPU second of compiling
 BYTES_PER_TOKEN: Final = 24e3
-MAX_TOKENS: Final = 1024  # after these, later requests compile the constraint again
+MAX_TOKENS: Final = 1024  # then later requests compile it again
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class _Compiled:
         return self.wear.has_failed or self.wear.num_tokens >= MAX_TOKENS
 
     def mask(self) -> GrammarMask:
-        """Return a mask for one request; takes about 50 us."""
+        """A mask for one request; takes about 50 us."""
         return GrammarMask(self.matcher.deep_copy(), self.num_words, self.wear)
 
 
@@ -174,7 +174,7 @@ class MaskMaker:
         return compiled
 
     def _forget(self) -> None:
-        """Evict the least recently used compilations beyond the limits. Requests keep their masks."""
+        """Evict the least recently used beyond the limits. Requests keep their masks."""
         num_bytes = sum(compiled.num_bytes for compiled in self._known.values())
         while self._known and (len(self._known) > MAX_KNOWN or num_bytes > MAX_KNOWN_BYTES):
             num_bytes -= self._known.popitem(last=False)[1].num_bytes

@@ -27,7 +27,7 @@ class ConstraintMetrics:
             self._requests.labels(result)
 
     def count(self, result: Result, seconds: float | None = None) -> None:
-        """`seconds`: compile time, if the constraint was compiled or refused for this request."""
+        """`seconds`: compile time, if it was compiled or refused for this request."""
         self._requests.labels(result).inc()
         if seconds is not None:
             self._seconds.observe(seconds)

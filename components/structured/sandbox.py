@@ -1,8 +1,7 @@
 """Checks constraints one at a time: `python -m components.structured.sandbox <folder> <budget_s>`.
 
-A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. Therefore this is a
-process, which the kernel ends at its CPU limit.
-
+A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. So this is a process,
+which the kernel ends at its CPU limit.
 A message is a length (four bytes) and msgpack. A request is kind and text; a reply is kind and text, or the fault.
 """
 
@@ -21,7 +20,7 @@ from components.structured.grammar import load_vocabulary
 from components.wire.sampling import Constraint
 
 LENGTH: Final = Struct("<I")
-MEMORY_BYTES: Final = 2 << 30  # limit on the address space; about 600 MB are used at the start
+MEMORY_BYTES: Final = 2 << 30  # of address space; about 600 MB are used at the start
 NICER: Final = 5  # lower priority than generation
 
 

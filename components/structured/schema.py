@@ -47,14 +47,14 @@ NOTES: Final = {  # no constraint on values
 }
 KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
 NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
-MAX_DIGITS: Final = 15  # digits of a number with a fraction or an exponent; a double represents this many
+MAX_DIGITS: Final = 15  # of a number with a fraction or an exponent; a double represents this many
 MAX_INTEGER: Final = 2**53  # a double represents every integer up to here exactly
-MAX_DEPTH: Final = 100  # nesting of objects and lists; the compiler allows 127 levels of its own
+MAX_DEPTH: Final = 100  # levels of objects and lists; the compiler allows 127 of its own
 MAX_VALUES: Final = 50_000
 
 
 def fault_in_schema(schema: Any) -> str | None:
-    """Return the fault in `schema`, if one can be found before compilation."""
+    """The fault in `schema`, if one can be found before compilation."""
     if not isinstance(schema, dict | bool):
         return "a schema must be an object"
     return _size_fault(schema) or next(_faults(schema), None)
@@ -105,7 +105,7 @@ def _inner_schemas(at: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]
 def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
     least, required = schema.get("minProperties"), schema.get("required")
     named = len(required) if isinstance(required, list) else 0
-    if isinstance(least, int) and least > max(1, named):  # an undeclared key may be repeated, but counts once
+    if isinstance(least, int) and least > max(1, named):  # a repeated undeclared key counts once
         yield f"the keyword 'minProperties'{_place(at)} is not supported above the number of required properties"
     for keyword in NUMBERS & schema.keys():
         if fault := next(filter(None, map(_rounding, _numbers(schema[keyword]))), None):
@@ -123,7 +123,7 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 
 def _rounding(number: float) -> str | None:
-    """Return why the compiler, which computes with doubles, could not represent `number` exactly."""
+    """Why the compiler, which computes with doubles, could not represent `number` exactly."""
     if isinstance(number, int):
         return f"an integer beyond {MAX_INTEGER}" if abs(number) > MAX_INTEGER else None
     digits = len(Decimal(repr(number)).normalize().as_tuple().digits)

@@ -1,9 +1,8 @@
 """Corrects the times of a trace whose processes have different clocks.
 
-A call cannot begin before its caller's span begins, nor after it ends. If the times contradict this, all spans of the
-called process are shifted equally, so that its earliest call begins with the caller's span. Network delay is unknown and
-shown as zero. A smaller skew, which contradicts no call, is not corrected.
-
+A call cannot begin before its caller's span begins, nor after it ends. If the times contradict this, the called process's spans
+are shifted equally, so that its earliest call begins with the caller's span. Network delay is unknown and shown as zero. A
+smaller skew, which contradicts no call, is not corrected.
 Source: Jaeger's clock-skew adjuster; here with one shift per process.
 """
 
@@ -15,12 +14,12 @@ from typing import Final
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import root_of
 
-SHIFT: Final = "kvmesh.clock_shift_ms"  # span attribute: shown time minus the time of the process's own clock
+SHIFT: Final = "kvmesh.clock_shift_ms"  # span attribute: shown time minus the process's own
 TOLERATED_NS: Final = 1_000_000
 
 
 def corrected(spans: Sequence[Span]) -> list[Span]:
-    """Return one trace's spans by the clock of its root, sorted by start time. Shifted ones have the attribute SHIFT."""
+    """One trace's spans by the clock of its root, sorted by start time. Shifted ones have the attribute SHIFT."""
     if not spans:
         return []
     shifts = _shifts(spans)
@@ -31,14 +30,14 @@ def corrected(spans: Sequence[Span]) -> list[Span]:
 
 
 def shift_of(spans: Sequence[Span]) -> dict[str, float]:
-    """Return milliseconds by shifted process."""
+    """Milliseconds by shifted process."""
     return {span.service: span.attributes[SHIFT] for span in spans if SHIFT in span.attributes}
 
 
 def _shifts(spans: Sequence[Span]) -> dict[str, int]:
-    """Return the nanoseconds to add to the times of each process, found along the calls from the root's process."""
+    """Nanoseconds to add to each process's times, found along the calls from the root's process."""
     by_id = {span.span_id: span for span in spans}
-    calls: dict[tuple[str, str], list[tuple[Span, Span]]] = defaultdict(list)  # key: processes of caller and called
+    calls: dict[tuple[str, str], list[tuple[Span, Span]]] = defaultdict(list)  # by processes of caller and called
     for span in spans:
         parent = by_id.get(span.parent_id or "")
         if parent is not None and parent.service != span.service:
@@ -61,7 +60,7 @@ def _shift(calls: Sequence[tuple[int, Span, Span]]) -> int:
 
 
 def _is_impossible(shift: int, parent: Span, child: Span) -> bool:
-    """Return whether the times contradict the call. A caller that failed may have ended before its call began."""
+    """Return whether the times contradict the call. A failed caller may end before its call begins."""
     early_ns = parent.start_ns + shift - child.start_ns
     late_ns = child.start_ns - (parent.end_ns + shift)
     return early_ns > TOLERATED_NS or (late_ns > TOLERATED_NS and parent.status != "ERROR")

@@ -1,4 +1,4 @@
-"""The figures of a process, read when its status or metrics page is requested."""
+"""A process's figures, read when its status or metrics page is requested."""
 
 import heapq
 import logging
@@ -15,13 +15,13 @@ from components.telemetry.recent import LoopProbe
 from components.version import VERSION
 from components.wire.status import PageStatus, RoomStatus, Status, TransportStatus
 
-MAX_ROOMS: Final = 200  # rooms listed in a status
+MAX_ROOMS: Final = 200  # in a status
 _STARTED_S: Final = time.monotonic()
 
 
 class Queue(NamedTuple):
     length: int = 0
-    oldest_s: float = 0.0  # age of the oldest item
+    oldest_s: float = 0.0  # the oldest item's age
 
 
 def queues_of(lifecycles: Iterable[Lifecycle[S]], states: Iterable[S]) -> dict[str, Queue]:
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Figures:
-    """Sources of figures. Each part of the process sets its own; a role without that part keeps the default."""
+    """Sources of figures. Each part of the process sets its own; a role without it keeps the default."""
 
     role: str
     instance_id: str
@@ -51,7 +51,7 @@ class Figures:
     layout: str = ""
     kv_transfer: str = ""
     kv_transport: str = ""
-    traces_per_s: float = 0.0  # current sampling limit
+    traces_per_s: float = 0.0
     epoch: Callable[[], str] = str
     is_draining: Callable[[], bool] = bool
     etcd_contact_age_s: Callable[[], float] = float

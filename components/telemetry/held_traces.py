@@ -1,7 +1,7 @@
 """Tail sampling: spans of a trace that is not sampled are held until its request ends.
 
-The process with the root span keeps requests that failed, moved or were slow. It announces their trace ids, and the
-other processes export the spans that they hold of these. All other spans expire.
+The process with the root span keeps requests that failed, moved or were slow, and announces their trace ids. Other processes
+export the spans that they hold of these. All other spans expire.
 """
 
 from collections import OrderedDict
@@ -16,10 +16,10 @@ from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW
 from components.token_bucket import TokenBucket
 
 HELD_SPANS: Final = 20_000  # about 20 MB
-HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
-KEPT_NS: Final = 10 * 10**9  # how long a decision is remembered, for spans that end later
+HELD_NS: Final = 120 * 10**9  # since the trace's first span ended
+KEPT_NS: Final = 10 * 10**9  # a decision is remembered, for spans that end later
 KEPT_IDS: Final = 10_000  # remembered decisions
-KEPT_PER_S: Final = 20.0  # rate limit for kept traces, as there may be many failures; bursts: ten seconds' worth
+KEPT_PER_S: Final = 20.0  # limit of kept traces, as failures may be many; bursts: ten seconds' worth
 
 
 class HeldTraces:
@@ -32,10 +32,10 @@ class HeldTraces:
         self._kept: OrderedDict[int, int] = OrderedDict()  # kept trace ids; expiry in wall-clock nanoseconds
         self._num_held = 0
         self._announce: Callable[[int], None] | None = None
-        self.over_limit = 0  # dropped spans of failed, moved or slow requests beyond `rate`
+        self.over_limit = 0  # spans dropped beyond `rate`
 
     def announce_to(self, announce: Callable[[int], None] | None) -> None:
-        """`announce` gets the id of each trace that this process decides to keep."""
+        """`announce` gets the id of each trace that this process keeps."""
         self._announce = announce
 
     def take(self, span: LightSpan) -> None:

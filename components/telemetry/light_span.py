@@ -1,8 +1,8 @@
 """Spans at a tenth of the cost of the SDK's: no locks, no copies, no limits before the export.
 
-A `LightSpan` has OpenTelemetry's API. It keeps the child spans of this process that ended before it, so a process
-records, holds and exports one object per request. A `Step` is a child without children of its own, and cheaper still.
-Both have the fields of the SDK's `ReadableSpan`, so that the SDK's exporters accept them.
+A `LightSpan` has OpenTelemetry's API. It keeps its process's child spans that ended before it, so a process records, holds and
+exports one object per request. A `Step` is a child without children, and cheaper still. Both have the fields of the SDK's
+`ReadableSpan`, which its exporters accept.
 """
 
 import traceback
@@ -28,7 +28,7 @@ class SpanEvent(NamedTuple):
 
 
 class _Readable:
-    """The methods that the SDK's exporters need beside the fields."""
+    """The methods that the SDK's exporters need."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class LightSpan(_Readable, Span):
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Mapping[str, Any] | None = None,
         start_time: int | None = None,  # wall-clock nanoseconds
-        remote: bool = False,  # whether the parent is in another process
+        remote: bool = False,  # the parent is in another process
         state: TraceState | None = None,
     ) -> None:
         self.name = name
@@ -113,14 +113,14 @@ class LightSpan(_Readable, Span):
         )
 
     def take(self, ended: "Step | LightSpan") -> None:
-        """Keep a child that has ended. If this span has already ended, export the child alone."""
+        """Keep an ended child. If this span has ended, export the child alone."""
         if self.end_time is None:
             self.steps.append(ended)
         else:
             self.sink(ended if isinstance(ended, LightSpan) else ended.alone())
 
     def whole(self) -> "Iterator[Step | LightSpan]":
-        """Yield ended descendants, and this span last."""
+        """Ended descendants, and this span last."""
         for step in self.steps:
             if isinstance(step, LightSpan):
                 yield from step.whole()
@@ -155,7 +155,7 @@ class LightSpan(_Readable, Span):
             self.name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """Set the status. OK is final and UNSET changes nothing, as OpenTelemetry's API requires."""
+        """OK is final and UNSET changes nothing, as OpenTelemetry's API requires."""
         given = status if isinstance(status, Status) else Status(status, description)
         if self.end_time is None and not given.is_unset and self.status.status_code is not StatusCode.OK:
             self.status = given
@@ -180,7 +180,7 @@ class LightSpan(_Readable, Span):
 
 
 class Step(_Readable):
-    """As a context manager it lasts as long as the body. `spans.step` makes it."""
+    """As a context manager it lasts as long as the body."""
 
     __slots__ = ("attributes", "end_time", "error", "kind", "name", "of", "span_id", "start_time")
 

@@ -10,7 +10,7 @@ from components.wire.status import LinkStatus
 
 Ends = tuple[str, str]  # instance ids of prefill and decode
 
-MAX_LINKS: Final = 256  # the least recently used peers beyond these are forgotten
+MAX_LINKS: Final = 256  # least recently used peers beyond these are forgotten
 
 
 class _Link:

@@ -1,7 +1,7 @@
 """Logging: console lines for people or JSON lines for programs.
 
-A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors need two events: `ready`, and `progress`
-with `task`, `done` and `total`.
+A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors need the events `ready`, and `progress` with `task`,
+`done` and `total`.
 """
 
 import json
@@ -22,9 +22,9 @@ request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")  # inh
 
 
 class RequestIds(logging.Filter):
-    """Adds the ids of the task's request: `request_id`, and `trace_id` if it is traced. Ids in a line's own facts win.
+    """Adds the ids of the task's request: `request_id`, and `trace_id` if it is traced. A line's own facts win.
 
-    It is a filter because filters run in the task that logs. A line that is held back is written by another thread.
+    It is a filter because filters run in the task that logs. Another thread writes a line that is held back.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -41,7 +41,7 @@ class RequestIds(logging.Filter):
 PROGRESS_S: Final = 0.5
 COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}
 
-# without local variables, which may contain prompts
+# local variables may contain prompts
 _TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
@@ -72,7 +72,7 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     status.setLevel(logging.INFO)
     for noisy in ("httpx", "urllib3", "asyncio", "nats", "uvicorn.access", "uvicorn.error", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if there is no CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns without CUDA
 
 
 class PlainLines:
@@ -98,7 +98,7 @@ class PlainLines:
 
 
 def with_level(level: str, event: str) -> str:
-    """Put the level before the event, if it is warning or higher."""
+    """Put the level, if it is warning or higher, before the event."""
     return f"{level}: {event}" if level in COLOURS else event
 
 
@@ -119,7 +119,7 @@ def log_ready(**facts: str) -> None:
 
 
 class ProgressLog:
-    """Logs the progress of a long start-up step: at its start, at its end and twice a second."""
+    """Logs progress of a long start-up step: at its start, at its end and twice a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

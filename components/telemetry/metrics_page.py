@@ -19,7 +19,7 @@ from components.http.server import serve_http
 from components.http.tls import Tls
 from components.urls import Login, basic
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series, which no dashboard reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # no dashboard reads them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ class _Collected(Collector):
 
 
 async def metrics_response(registry: CollectorRegistry, accept: str) -> Response:
-    """Of the formats, only OpenMetrics has exemplars.
+    """Only the OpenMetrics format has exemplars.
 
-    Collectors read data that the event loop changes, so they run on it. Encoding takes four times as long and runs in a thread.
+    Collectors read data that the event loop changes, so they run on it. Encoding takes four times as long, and runs in a
+    thread.
     """
     encode, media_type = choose_encoder(accept)
     families = []

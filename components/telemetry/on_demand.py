@@ -11,7 +11,7 @@ ByLabel = Mapping[tuple[str, ...], float]
 
 
 class OnDemand(Collector):
-    """`value` functions return a number, or numbers by the values of `labels`."""
+    """`value` returns a number, or numbers by the values of `labels`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: list[Callable[[], Family]] = []
@@ -21,11 +21,11 @@ class OnDemand(Collector):
         self._families.append(lambda: _filled(GaugeMetricFamily(name, text, labels=labels), value()))
 
     def counter(self, name: str, text: str, value: Callable[[], float | ByLabel], labels: Sequence[str] = ()) -> None:
-        """Add a counter. `name` is given without `_total`."""
+        """`name`: without `_total`."""
         self._families.append(lambda: _filled(CounterMetricFamily(name, text, labels=labels), value()))
 
     def collect(self) -> Iterator[Family]:
-        """Return the families that have a value; a role without a family's source has none."""
+        """The families with a value; a role without a family's source has none."""
         return (shown for family in self._families if (shown := family()).samples)
 
 

@@ -1,7 +1,6 @@
-"""Encodes spans as OTLP's protobuf messages, in a tenth of the time of the SDK's encoder.
+"""Encodes spans as OTLP's protobuf messages, in a tenth of the SDK's time.
 
-Source: opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto. A test decodes the bytes with the package
-opentelemetry-proto.
+Source: opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto. A test decodes the bytes with opentelemetry-proto.
 """
 
 import json
@@ -22,21 +21,21 @@ _START_AND_END: Final = Struct("<BQBQ").pack  # fields 7 and 8 of Span
 _START_TAG, _END_TAG = 0x39, 0x41
 _EVENT_TIME: Final = Struct("<BQ").pack  # field 1 of Event
 _DOUBLE: Final = Struct("<d").pack
-# Field 16 of Span, four bytes. Bit 8: whether the parent is remote is known; bit 9: it is.
+# Field 16 of Span. Bit 8: it is known whether the parent is remote; bit 9: it is.
 _LOCAL_PARENT: Final = b"\x85\x01\x00\x01\x00\x00"
 _REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"
 _LENGTHS: Final = [bytes([n]) for n in range(128)]  # varints of one byte
 _MASK: Final = (1 << 64) - 1
-SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name
+SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope
 
 
 def encode_whole(span: LightSpan) -> bytes:
-    """Encode a span and its descendants as elements of `ScopeSpans.spans`."""
+    """A span and its descendants as elements of `ScopeSpans.spans`."""
     return b"".join([span_field(encode_span(each)) for each in span.whole()])
 
 
 def encode_span(span: LightSpan | Step) -> bytes:
-    """Encode the fields of a `Span` message."""
+    """The fields of a `Span`."""
     parts = [
         b"\x0a\x10",
         span.trace_id.to_bytes(16, "big"),
@@ -74,17 +73,17 @@ def encode_span(span: LightSpan | Step) -> bytes:
 
 
 def span_field(encoded: bytes) -> bytes:
-    """Return an encoded span as one element of `ScopeSpans.spans`. Such elements can simply be concatenated."""
+    """An element of `ScopeSpans.spans`. Such elements can be concatenated."""
     return b"\x12" + _varint(len(encoded)) + encoded
 
 
 def encode_resource(attributes: Mapping[str, Any]) -> bytes:
-    """Encode the fields of a `Resource` message."""
+    """The fields of a `Resource`."""
     return b"".join(_attribute(b"\x0a", key, value) for key, value in attributes.items())
 
 
 def encode_request(resource: bytes, pieces: Iterable[bytes]) -> bytes:
-    """Encode an `ExportTraceServiceRequest`. Each of `pieces`, which are joined `span_field`s, becomes a `ScopeSpans`."""
+    """An `ExportTraceServiceRequest`. Each of `pieces`, joined `span_field`s, becomes a `ScopeSpans`."""
     scopes = b"".join([_field(b"\x12", SCOPE + spans) for spans in pieces])
     return _field(b"\x0a", _field(b"\x0a", resource) + scopes)
 
@@ -111,13 +110,13 @@ def _text(tag: int, text: str) -> bytes:
 
 @lru_cache(NAMES)
 def _name(name: str, kind: int) -> bytes:
-    """Encode fields 5 and 6 of `Span`."""
+    """Fields 5 and 6 of `Span`."""
     return _field(b"\x2a", name[:ATTRIBUTE_CHARS].encode(errors="replace")) + b"\x30" + _LENGTHS[kind]
 
 
 @lru_cache(NAMES)
 def _key(key: str) -> bytes:
-    """Encode field 1 of `KeyValue`."""
+    """Field 1 of `KeyValue`."""
     return _field(b"\x0a", key.encode(errors="replace"))
 
 
@@ -126,7 +125,7 @@ def _attribute(tag: bytes, key: str, value: Any) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Encode the fields of an `AnyValue`. Types that OTLP lacks are converted to text."""
+    """The fields of an `AnyValue`. Types that OTLP lacks become text."""
     if isinstance(value, str):
         return _field(b"\x0a", value[:ATTRIBUTE_CHARS].encode(errors="replace"))
     if isinstance(value, bool | int) and -(1 << 63) <= value < 1 << 63:

@@ -1,6 +1,6 @@
 """Sends encoded spans to an OTLP/HTTP receiver. While it is unreachable, requests are queued up to a limit in bytes.
 
-Runs on the export thread. OpenTelemetry's own variables for headers, certificate and compression are honoured.
+Runs on the export thread. OpenTelemetry's variables for headers, certificate and compression are honoured.
 """
 
 import gzip
@@ -21,18 +21,18 @@ from components.urls import is_loopback, login_of, without_password
 log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/traces"
-TIMEOUT_S: Final = 2.0  # short, so that a receiver that hangs does not delay a stop
-WAITING_BYTES: Final = 8 << 20  # limit of the queue
-FIRST_WAIT_S: Final = 0.5  # back-off after a failure; doubles
+TIMEOUT_S: Final = 2.0  # short, so a receiver that hangs does not delay a stop
+WAITING_BYTES: Final = 8 << 20
+FIRST_WAIT_S: Final = 0.5  # after a failure; doubles
 LONGEST_WAIT_S: Final = 10.0
 RETRIED: Final = frozenset({408, 429, 502, 503, 504})
-OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
+OBSERVER: Final = "kvmesh-observer"  # its Server header
 OTLP: Final = "application/x-protobuf"
 
 
 class OtlpSender:
     def __init__(self, endpoint: str, ca: Path | None = None) -> None:
-        """`ca`: PEM file of the receiver's authorities; None: the system's."""
+        """`ca`: PEM file of authorities; None: the system's."""
         self._ca = ca
         address = urlsplit(endpoint)
         self._place = without_password(endpoint)  # for log messages
@@ -45,22 +45,22 @@ class OtlpSender:
         if wanted == "gzip" or (wanted is None and not is_loopback(self._host)):
             self._headers["Content-Encoding"] = "gzip"
         self._connection: http.client.HTTPConnection | None = None
-        self._waiting: deque[tuple[bytes, str, int]] = deque()  # request, content type, number of spans
+        self._waiting: deque[tuple[bytes, str, int]] = deque()  # request, content type, spans
         self._waiting_bytes = 0
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
-        self._has_warned = False  # whether the receiver's outage was logged
-        self.is_observer: bool | None = None  # None: the receiver has not answered yet
-        self.takes_pieces = False  # whether an observer has announced this
-        self.dropped = 0  # spans dropped while the receiver was unreachable
+        self._has_warned = False
+        self.is_observer: bool | None = None  # None: no answer yet
+        self.takes_pieces = False  # an observer has announced this
+        self.dropped = 0  # spans, while the receiver was unreachable
         self.refused = 0  # spans that it refused
 
     def greet(self) -> None:
-        """Find out what the receiver is, by a request without spans."""
+        """Learn what the receiver is, by a request without spans."""
         self.send(b"", OTLP, 0)
 
     def send(self, request: bytes, kind: str, num_spans: int) -> None:
-        """Send a request now, or queue it for later. `kind`: its content type."""
+        """Send a request, or queue it. `kind`: its content type."""
         self._waiting.append((request, kind, num_spans))
         self._waiting_bytes += len(request)
         while self._waiting_bytes > WAITING_BYTES and len(self._waiting) > 1:
@@ -85,7 +85,7 @@ class OtlpSender:
             self._connection = None
 
     def _sent(self, body: bytes, kind: str) -> bool:
-        """Return False if the request must be sent again."""
+        """False: the request must be sent again."""
         reused = self._connection is not None
         try:
             status, reason = self._post(body, kind)
@@ -94,7 +94,7 @@ class OtlpSender:
             if reused:  # the receiver may have closed an idle connection
                 return self._sent(body, kind)
             return self._failed(str(exc) or type(exc).__name__)
-        except ValueError:  # the exception's text contains the header, which may be a secret
+        except ValueError:  # its text contains the header, which may be a secret
             self.close()
             return self._failed("a header of OTEL_EXPORTER_OTLP_HEADERS is not valid in HTTP")
         return self._judge(status, reason)
@@ -111,7 +111,7 @@ class OtlpSender:
         return True
 
     def _post(self, body: bytes, kind: str) -> tuple[int, str]:
-        """Return the status and the beginning of the answer's text."""
+        """The status and the beginning of the answer's text."""
         if "Content-Encoding" in self._headers:
             body = gzip.compress(body, 1)
         if self._connection is None:
@@ -146,7 +146,7 @@ class OtlpSender:
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext:
-    """Trust the authorities in the file that OpenTelemetry's variable names, else those in `ca`.
+    """Trust the authorities in the file that OpenTelemetry's variable names, else in `ca`.
 
     Raises: OSError, with the file's name.
     """
@@ -158,7 +158,7 @@ def trusting(ca: Path | None) -> ssl.SSLContext:
 
 
 def login_header(endpoint: str) -> dict[str, str]:
-    """Return the header with the user and password of a URL; empty if it has none."""
+    """The header with the user and password of a URL, if it has any."""
     user, password = login_of(endpoint)
     if user is None and password is None:
         return {}
@@ -167,7 +167,7 @@ def login_header(endpoint: str) -> dict[str, str]:
 
 
 def _given_headers() -> dict[str, str]:
-    """Return the headers in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, percent-encoded."""
+    """OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, percent-encoded."""
     given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
     pairs = (pair.partition("=") for pair in given.split(",") if "=" in pair)
     return {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}

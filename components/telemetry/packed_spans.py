@@ -1,6 +1,6 @@
 """The form of spans in a file, at a fifth of the cost of OTLP's, which is for other receivers.
 
-A piece has one of the two forms, which its first byte identifies.
+A piece's first byte identifies its form.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from opentelemetry.trace import StatusCode
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_whole
 
-MAX_BYTES: Final = 32_768  # per root; a larger piece is encoded as OTLP, which cuts clients' long texts
-PACKED_FIRST: Final = b"\x90"  # lowest first byte of a msgpack array; OTLP's first byte is lower
+MAX_BYTES: Final = 32_768  # per root; a larger piece becomes OTLP, which cuts clients' long texts
+PACKED_FIRST: Final = b"\x90"  # lowest first byte of a msgpack array; OTLP's is lower
 
 PackedEvent = tuple[str, int, dict[str, Any]]  # name, wall-clock nanoseconds, attributes
 
@@ -35,13 +35,13 @@ _decoder: Final = msgspec.msgpack.Decoder(list[PackedSpan])
 
 
 def pack_spans(roots: Sequence[LightSpan]) -> tuple[int, bytes]:
-    """Return the number of spans and their bytes. `roots`: spans of one trace, each with its descendants."""
+    """The number of spans and their bytes. `roots`: spans of one trace, with their descendants."""
     fields: list[tuple[Any, ...]] = []
     for root in roots:
         _add(root, fields)
     try:
         data = _encoder.encode(fields)
-    except (OverflowError, UnicodeEncodeError):  # msgpack cannot represent these numbers or texts
+    except (OverflowError, UnicodeEncodeError):  # unrepresentable in msgpack
         data = b""
     if not 0 < len(data) <= MAX_BYTES * len(roots):
         data = b"".join([encode_whole(root) for root in roots])

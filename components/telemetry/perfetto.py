@@ -1,4 +1,4 @@
-"""Converts a trace to Chrome's trace events, which ui.perfetto.dev and chrome://tracing can open.
+"""Converts a trace to Chrome's trace events, for ui.perfetto.dev and chrome://tracing.
 
 Source: "Trace Event Format" of Chromium. Times are microseconds since the trace began.
 """
@@ -13,7 +13,7 @@ CATEGORY: Final = "kvmesh"
 
 
 def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
-    """`spans`: of one trace, at least one. Calls between processes are shown as arrows."""
+    """`spans`: one or more of one trace. Calls between processes are arrows."""
     began_ns = min(span.start_ns for span in spans)
     pids = {service: number for number, service in enumerate(dict.fromkeys(s.service for s in spans), 1)}
     lanes = _lanes(spans)
@@ -48,7 +48,7 @@ def trace_events(spans: Sequence[Span]) -> dict[str, Any]:
 def _lanes(spans: Sequence[Span]) -> dict[str, int]:
     """Return a thread number for each span, because spans of one thread must be nested or disjoint."""
     found: dict[str, int] = {}
-    open_ends: dict[str, list[list[int]]] = defaultdict(list)  # by process and lane: ends of the enclosing spans
+    open_ends: dict[str, list[list[int]]] = defaultdict(list)  # of enclosing spans, by process and lane
     for span in sorted(spans, key=lambda span: (span.start_ns, -span.end_ns)):
         found[span.span_id] = 1 + _take_lane(open_ends[span.service], span)
     return found

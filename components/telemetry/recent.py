@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 
 class RecentSum:
-    """Rate over the last RECENT_S, from the current window and the rest of the one before."""
+    """Rate over the last RECENT_S, from this window and the rest of the one before."""
 
     __slots__ = ("_before", "_now", "_since_s")
 
@@ -39,7 +39,7 @@ class RecentSum:
 
 
 class LoopProbe:
-    """Measures how late the event loop wakes a task, and samples a total to compute its rate."""
+    """Measures how late the event loop wakes a task, and the rate of a total."""
 
     def __init__(self, total: Callable[[], float] = float, clock: Clock = time.monotonic) -> None:
         self.total = total

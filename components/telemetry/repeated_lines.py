@@ -1,7 +1,7 @@
 """A log handler that counts equal lines instead of repeating them.
 
-Lines are equal if their logger, level and constant message are. In each window the first few are written at once; at
-its end the last one is written, with the number of suppressed lines as `repeated`. Always written:
+Lines are equal if their logger, level and constant message are. In each window the first few are written at once; at its end
+the last one is, with the number of suppressed lines as `repeated`. Always written:
 
 - DEBUG lines;
 - a traceback that is new in this window, because two with one message may be two bugs;
@@ -18,8 +18,8 @@ from contextlib import suppress
 from copy import copy
 from typing import Final, TextIO
 
-BURST: Final = 5  # equal lines that are written at once
-WINDOW_S: Final = 10.0  # length of a window, from its first line
+BURST: Final = 5  # equal lines written at once
+WINDOW_S: Final = 10.0  # from a window's first line
 GATHER_S: Final = 0.2
 MAX_WINDOWS: Final = 1024  # bounds memory, because some libraries put facts into their messages
 
@@ -40,7 +40,7 @@ class _Window:
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """The windows are guarded by the handler's lock, which `logging` holds around `emit`."""
+    """The handler's lock, which `logging` holds around `emit`, guards the windows."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S) -> None:
         super().__init__(stream)
@@ -48,7 +48,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._window_s = window_s
         self._windows: dict[Hashable, _Window] = {}
         self._gathered: list[str] = []
-        self._timer: threading.Timer | None = None  # runs while there are held or gathered lines
+        self._timer: threading.Timer | None = None  # while there are held or gathered lines
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == requests.name and record.levelno == logging.INFO:
@@ -74,7 +74,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._start_timer(window.ends_s - now_s)
 
     def sweep(self, *, all_of_them: bool = False) -> None:
-        """Write the held lines of windows that have ended."""
+        """Write the held lines of ended windows."""
         self.acquire()
         try:
             now_s = self._clock()
@@ -126,7 +126,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 def _key(record: logging.LogRecord) -> Hashable:
     """The key includes the place where a traceback was raised.
 
-    Libraries put facts into their messages, so their lines are equal if they come from one place in their code.
+    Libraries put facts into their messages: their lines are equal if they come from one place in the code.
     """
     message: Hashable = record.msg if isinstance(record.msg, str) else str(record.msg)
     if not record.name.startswith(OURS):

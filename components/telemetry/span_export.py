@@ -1,6 +1,6 @@
 """Exports finished spans on a thread: to this host's file, to an OTLP receiver, or to both.
 
-An observer keeps spans in a file of its own, so the host's file is not written once an observer has answered.
+An observer has its own file, so the host's is not written once one has answered.
 """
 
 import logging
@@ -19,7 +19,7 @@ from components.telemetry.trace_store import TraceWriter
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
-BATCH: Final = 256  # requests per export, each with all its spans; about 400 KB
+BATCH: Final = 256  # requests per export, with all their spans; about 400 KB
 MAX_WAITING: Final = 4096  # queued requests; more are dropped and counted
 STOP_S: Final = 5.0  # for the last export
 
@@ -41,11 +41,11 @@ class SpanExport:
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
     def is_observed(self) -> bool | None:
-        """None: the receiver has not answered yet."""
+        """None: no answer yet."""
         return self._sender is not None and self._sender.is_observer
 
     def takes_metrics(self) -> bool | None:
-        """An observer accepts no metrics. None: the receiver has not answered yet."""
+        """An observer accepts none. None: no answer yet."""
         is_observed = self.is_observed()
         return None if is_observed is None else not is_observed
 
@@ -98,7 +98,7 @@ class SpanExport:
             log.exception("spans not exported")  # the next batch may succeed
 
     def export(self) -> None:
-        """Call it only on the export thread."""
+        """Runs on the export thread."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
             sender, traces = self._sender, by_trace(batch)
             num_spans = sum(1 + len(span.steps) for span in batch)

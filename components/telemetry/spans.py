@@ -1,4 +1,4 @@
-"""One trace per request across all processes: its spans, and its context in the headers of messages."""
+"""One trace per request across all processes: its spans, and its context in message headers."""
 
 import re
 import time
@@ -27,18 +27,18 @@ Sink = Callable[[LightSpan], None]
 _propagator: Final = TraceContextTextMapPropagator()  # not the global one, which also forwards clients' baggage
 _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-0([01])").fullmatch
 
-# The span of all traces that this process neither exports nor holds.
+# The span of all traces that are neither exported nor held.
 NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
 _IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
 _IN_INVALID: Final = trace.set_span_in_context(trace.INVALID_SPAN, Context())
-[_SPAN_KEY] = _IN_NOT_KEPT  # the key of the span in a context
+[_SPAN_KEY] = _IN_NOT_KEPT
 _ODD: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _MASK: Final = (1 << 64) - 1
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
 
 
 class RemoteSpan(trace.NonRecordingSpan):
-    """The span of a caller in another process."""
+    """A caller's span in another process."""
 
     def __init__(self, trace_id: int, span_id: int, flags: int, state: TraceState | None = None) -> None:
         self.trace_id = trace_id
@@ -56,7 +56,7 @@ class Spans(trace.Tracer):
     def __init__(self, sink: Sink | None = None, rate: TokenBucket | None = None, *, holds: bool = False) -> None:
         """`sink` gets each request's ended span with its descendants; without one, nothing is recorded.
 
-        `holds`: it also gets spans of traces that are not sampled. Their "sampled" flag is not set.
+        `holds`: also those of traces that are not sampled, without the "sampled" flag.
         """
         self._sink = sink
         self._rate = rate
@@ -67,11 +67,11 @@ class Spans(trace.Tracer):
         self._rate = rate
 
     def record_to(self, sink: Sink | None, *, holds: bool, held_per_s: float = inf) -> None:
-        """`held_per_s` limits new held traces, whose spans cost as much as those of sampled ones."""
+        """`held_per_s` limits held traces, whose spans cost as much as sampled ones."""
         self._sink, self.holds, self._held = sink, holds, TokenBucket(held_per_s)
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
-        """Return the context for a client's `traceparent`, which sets the trace id. Our rate limits how many are sampled."""
+        """The context for a client's `traceparent`, which sets the trace id. Our rate limits how many are sampled."""
         context = _extracted(headers)
         of_client = trace.get_current_span(context).get_span_context()
         if not of_client.is_valid:
@@ -116,12 +116,12 @@ class Spans(trace.Tracer):
     def start_as_current_span(  # type: ignore[override]
         self, name: str, context: Context | None = None, **options: Any
     ) -> AbstractContextManager[trace.Span]:
-        if context is None and get_current() is _IN_NOT_KEPT:  # it is current already
+        if context is None and get_current() is _IN_NOT_KEPT:
             return _INSIDE_ALREADY
         return EndingSpan(self.start_span(name, context, **options))
 
     def start_called_span(self, name: str, instance_id: str) -> trace.Span:
-        """Start a request's span with an id that the caller can compute, to record the span if this process dies."""
+        """Start a request's span with an id that the caller can compute, to record it if this process dies."""
         span = self.start_span(name, kind=trace.SpanKind.SERVER)
         if isinstance(span, LightSpan) and span.remote:
             span.span_id = called_span_id(span.parent_id, instance_id)
@@ -129,7 +129,7 @@ class Spans(trace.Tracer):
 
 
 class CurrentSpan:
-    """Makes a span the current one. OpenTelemetry's `use_span` is a generator, which costs as much as the span."""
+    """Makes a span current. OpenTelemetry's `use_span` is a generator, which costs as much as the span."""
 
     __slots__ = ("_span", "_token")
 
@@ -148,7 +148,7 @@ class CurrentSpan:
 
 
 class EndingSpan(CurrentSpan):
-    """Also ends the span after the body, and records an exception that leaves the body."""
+    """Also ends the span, and records an exception that leaves the body."""
 
     __slots__ = ()
 
@@ -182,7 +182,7 @@ def trace_headers() -> dict[str, str] | None:
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """Return the context in a message's headers. The first process decides for all hops whether a trace is sampled.
+    """The context in a message's headers. The first process decides for all hops whether a trace is sampled.
 
     Without a `traceparent` nothing is recorded. A trace that is not sampled is held, if this process holds any.
     """
@@ -212,7 +212,7 @@ def _inside(span: trace.Span) -> Context:
 
 
 def called_span_id(caller: int, instance_id: str) -> int:
-    """Return the id of the span that `start_called_span` makes. It differs for each pair of caller and instance."""
+    """The id of the span that `start_called_span` makes. It differs for each pair of caller and instance."""
     return (caller ^ _number_of(instance_id)) * _ODD & _MASK or 1
 
 
@@ -224,7 +224,7 @@ def _number_of(instance_id: str) -> int:
 def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str) -> None:
     """Record, in place of a process that died, its span of the call from `caller`.
 
-    Otherwise its child spans, which other processes have exported, would have no parent.
+    Else its child spans, which other processes have exported, would have no parent.
     """
     if not isinstance(caller, LightSpan) or LOST in caller.attributes:  # once for all branches
         return
@@ -238,12 +238,12 @@ def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str
 
 
 def exemplar_of(span: trace.Span) -> dict[str, str] | None:
-    """Return labels that link a histogram's bucket to the trace; None if it is not sampled."""
+    """Labels that link a histogram's bucket to a sampled trace; else None."""
     return {"trace_id": trace.format_trace_id(span.trace_id)} if isinstance(span, LightSpan) and span.flags else None
 
 
 def mark_outcome(span: trace.Span, error: MeshError) -> None:
-    """Mark the span as failed, or as cancelled if the client disconnected, which is no failure."""
+    """Mark the span as failed, or as cancelled by the client, which is no failure."""
     if isinstance(error, Cancelled):
         span.set_attribute("kvmesh.cancelled", error.message)
     else:
@@ -251,7 +251,7 @@ def mark_outcome(span: trace.Span, error: MeshError) -> None:
 
 
 class _NoStep(Step):
-    """The step of a trace that is not kept."""
+    """The step of an unrecorded trace."""
 
     __slots__ = ()
 
@@ -271,7 +271,7 @@ NO_STEP: Final = _NoStep()
 def step(
     name: str, of: trace.Span | None = None, start_ns: int = 0, kind: trace.SpanKind = trace.SpanKind.INTERNAL
 ) -> Step:
-    """Return a step of `of`, or of the current span."""
+    """A step of `of`, or of the current span."""
     span = of or trace.get_current_span()
     return Step(span, name, start_ns or time.time_ns(), kind) if span.__class__ is LightSpan else NO_STEP
 
@@ -283,7 +283,7 @@ def record_step(
     of: trace.Span | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> None:
-    """Record a step that has ended. Times are wall-clock nanoseconds."""
+    """Record an ended step. Times are wall-clock nanoseconds."""
     span = of or trace.get_current_span()
     if span.__class__ is LightSpan:
         Step(span, name, start_ns, attributes=attributes).end(end_ns)

@@ -1,4 +1,4 @@
-"""Stored spans in the form for readers, and their decoding from the exported forms."""
+"""Stored spans in the form for readers, and their decoding."""
 
 import logging
 from dataclasses import dataclass
@@ -36,12 +36,12 @@ class Span:
     end_ns: int
     status: str  # UNSET, OK or ERROR
     attributes: dict[str, Any]
-    error: str = ""  # why the status is ERROR
+    error: str = ""
     events: tuple[Event, ...] = ()
 
 
 def read_piece(trace_id: str, service: str, data: bytes) -> list[Span]:
-    """Return the spans of a piece, which is packed or in OTLP's form; none if it cannot be read."""
+    """The spans of a piece, packed or in OTLP's form; none if unreadable."""
     try:
         if data[:1] >= PACKED_FIRST:
             return [_unpacked(trace_id, service, span) for span in unpack_spans(data)]
@@ -68,7 +68,7 @@ def _unpacked(trace_id: str, service: str, span: PackedSpan) -> Span:
 
 
 def decode_spans(service: str, data: bytes) -> list[Span]:
-    """Decode elements of OTLP's `ScopeSpans.spans`."""
+    """`data`: elements of OTLP's `ScopeSpans.spans`."""
     return [_decoded(service, span) for span in trace_pb2.ScopeSpans.FromString(data).spans]
 
 

@@ -19,7 +19,7 @@ from components.token_bucket import TokenBucket
 
 
 class _Provider(trace.TracerProvider):
-    """Returns our tracer to libraries that request one from OpenTelemetry."""
+    """Gives our tracer to libraries."""
 
     def get_tracer(self, *_: Any, **__: Any) -> trace.Tracer:
         return tracer

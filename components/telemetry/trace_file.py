@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FILE_NAME: Final = "traces.sqlite"
-DAMAGED_NAME: Final = "traces.damaged.sqlite"  # the last damaged file; an older one is replaced
+DAMAGED_NAME: Final = "traces.damaged.sqlite"  # the last damaged file
 DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-BUSY_S: Final = 5.0  # timeout for the lock
+BUSY_S: Final = 5.0  # for the lock
 BUSY_RETRY_S: Final = 0.01
 
 
@@ -31,7 +31,7 @@ class Damaged(sqlite3.DatabaseError):
 def when_free(work: Callable[[], T]) -> T:
     """Repeat `work` while another process holds the lock.
 
-    sqlite3's timeout does not apply when several processes create the file and switch it to WAL.
+    sqlite3's timeout does not cover several processes that create the file and switch it to WAL.
     """
     until = monotonic() + BUSY_S
     while True:
@@ -44,12 +44,12 @@ def when_free(work: Callable[[], T]) -> T:
 
 
 def is_damage(exc: sqlite3.Error) -> bool:
-    """Return whether the file itself is damaged; a wrong path or a lock is no damage."""
+    """Return whether the file itself is damaged, unlike a wrong path or a lock."""
     return _code(exc) in DAMAGE
 
 
 def _code(exc: sqlite3.Error) -> int:
-    """Return SQLite's primary code. Python's own errors have none; here they only occur for text that is not UTF-8: damage."""
+    """SQLite's primary code. Python's own errors have none; here they mean text that is not UTF-8: damage."""
     return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
@@ -57,7 +57,7 @@ def _code(exc: sqlite3.Error) -> int:
 def held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
     """Lock the folder, so that no process opens the file while it and SQLite's other files are moved (LOCK_EX).
 
-    Without this, a new file could be combined with the WAL of the damaged one.
+    Else a new file could be combined with the WAL of the damaged one.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY)
@@ -72,7 +72,7 @@ def held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    # with WAL several processes may write while another one reads
+    # with WAL several processes may write while another reads
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
     try:
         connection.execute("pragma journal_mode=wal")
@@ -84,7 +84,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def inode_of(path: Path) -> int:
-    """Return 0 if there is no such file."""
+    """0 if there is no such file."""
     try:
         return path.stat().st_ino
     except OSError:

@@ -11,12 +11,12 @@ CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 ROUTE: Final = "http.route"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
-LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, because the process had died
+LOST: Final = "kvmesh.lost"  # of a dead process's span, which its caller recorded
 TTFT: Final = "kvmesh.ttft_s"
 REFUSED: Final = "kvmesh.refused"  # reason of a 4xx answer; may quote the client's data
-TENANT: Final = "kvmesh.tenant"  # tenant of the request's API key
+TENANT: Final = "kvmesh.tenant"
 
-PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer lists in `Accept-Post`
+PIECES: Final = "application/x-kvmesh-pieces"  # content type, listed in an observer's `Accept-Post`
 LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
 
 TraceId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -24,7 +24,7 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=LATEST_NS)]  # wall clock
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True):
-    """Facts of a request's root span, for the index."""
+    """A request's root span, for the index."""
 
     start_ns: Nanoseconds
     failed: bool
@@ -36,7 +36,7 @@ class Root(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, start_ns: int, attributes: Mapping[str, Any], *, failed: bool) -> "Root":
-        """`attributes`: those of the span, among them REQUEST_ID."""
+        """`attributes`: the span's, among them REQUEST_ID."""
 
         def text(name: str) -> str | None:
             value = attributes.get(name)
@@ -54,12 +54,12 @@ class Root(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """Spans of one trace that one process exported together."""
+    """Spans of one trace, exported together."""
 
     trace_id: TraceId
-    start_ns: Nanoseconds  # start of the first span
+    start_ns: Nanoseconds
     num_spans: Annotated[int, Meta(ge=1)]
-    spans: bytes  # packed (components.telemetry.packed_spans), or elements of OTLP's `ScopeSpans.spans` with their tags
+    spans: bytes  # packed, or elements of OTLP's `ScopeSpans.spans` with their tags
     roots: Sequence[Root] = ()
 
 

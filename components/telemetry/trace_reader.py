@@ -1,6 +1,6 @@
-"""Reads finished traces from the observer over HTTP, or from the file on this host.
+"""Reads finished traces from the observer over HTTP, or from this host's file.
 
-Every method blocks, so a caller with an event loop uses a thread. All raise TracesUnavailable.
+Every method blocks, so an event loop needs a thread. All raise TracesUnavailable.
 """
 
 import json
@@ -35,32 +35,33 @@ class TracesUnavailable(BackendUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """The first spans of a trace by start time, as `corrected` returns them."""
+    """The first spans of a trace, as `corrected` returns them."""
 
     spans: Sequence[Span]
     left_out: int = 0  # later spans
 
 
 def beginning_of(spans: Sequence[Span], most: int, tenant: str | None) -> Beginning:
-    """`tenant`: only the spans of its requests; None: all."""
+    """`tenant`: only its requests' spans; None: all."""
     found = corrected(spans if tenant is None else of_tenant(spans, tenant))
     return Beginning(found[:most], max(0, len(found) - most))
 
 
 class TraceReader(Protocol):
-    """Reads traces. With a `tenant`, only that tenant's requests are returned, each as if it were alone in its trace."""
+    """With a `tenant`, only its requests are returned, each as if alone in its trace."""
 
-    place: str  # location of the traces, for messages
+    place: str  # for messages
 
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        """Return the latest traces first: all, those marked as slow, or those that ended with an error.
+        """The latest traces first: all, the slow ones, or those that ended with an error.
 
         A cancelled or refused request does not count as failed; one whose frontend was lost does.
         """
 
     def spans(self, trace_id: str) -> list[Span]:
-        """Return all spans by start time; none if there is no such trace. `trace_id`: the beginning of a trace id or request
-        id, or a client's whole request id.
+        """All spans by start time, if there are any.
+
+        `trace_id`: the beginning of a trace id or request id, or a client's whole request id.
         """
 
     def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
@@ -68,7 +69,7 @@ class TraceReader(Protocol):
 
 
 class LocalTraceReader:
-    """`TraceReader` over the SQLite file of this host."""
+    """`TraceReader` over this host's file."""
 
     def __init__(self, home: Path) -> None:
         self.place = str(home)
@@ -109,7 +110,7 @@ class LocalTraceReader:
 
 
 class ObserverTraceReader:
-    """`TraceReader` over the HTTP API of `services.observer`."""
+    """`TraceReader` over the API of `services.observer`."""
 
     def __init__(self, url: str, ca: Path | None = None) -> None:
         """`url`: may contain the observer's token as password. `ca`: as for `OtlpSender`."""
@@ -133,7 +134,6 @@ class ObserverTraceReader:
         return Beginning(spans, answer["left_out"])
 
     def answers(self) -> bool:
-        """Return whether the URL is that of an observer."""
         try:
             self.listed("recent", 0)
         except TracesUnavailable:
@@ -169,7 +169,7 @@ def which_of(asked: str) -> Which:
 
 
 def open_trace_reader(settings: MeshSettings) -> TraceReader:
-    """Return a reader of the observer at `otlp_endpoint`, else of this host's file. May block for TIMEOUT_S."""
+    """A reader of the observer at `otlp_endpoint`, else of this host's file. May block for TIMEOUT_S."""
     if settings.otlp_endpoint:
         reader = ObserverTraceReader(settings.otlp_endpoint, settings.tls.ca)
         if reader.answers():
@@ -178,7 +178,7 @@ def open_trace_reader(settings: MeshSettings) -> TraceReader:
 
 
 def summary_from(fields: dict[str, Any]) -> TraceSummary:
-    """Convert JSON that the observer made with `asdict`."""
+    """`fields`: the observer's `asdict`."""
     ids = {name: tuple(fields[name]) for name in ("decode_ids", "prefill_ids")}
     return TraceSummary(**{**fields, **ids})
 

@@ -1,7 +1,7 @@
 """Finished spans in one SQLite file, written by each process of a host, or by the observer for several hosts.
 
-A batch is what one process exported together: spans of a few hundred traces at most, stored unchanged. No column has an
-index, so a write only appends, at a few microseconds a trace in a busy mesh. A reader scans a few thousand small rows.
+A batch is what one process exported together: spans of a few hundred traces at most, stored unchanged. No column has an index,
+so a write only appends, at a few microseconds a trace in a busy mesh. A reader scans a few thousand small rows.
 """
 
 import logging
@@ -34,7 +34,7 @@ WHICH: Final[tuple[Which, ...]] = get_args(Which)
 TRIM_EVERY: Final = 50  # writes
 TABLES: Final = ("batches", "batch_spans", "roots")
 EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
-ID_CHARS: Final = 32  # length of a trace id; `trace_ids` of a batch is their concatenation
+ID_CHARS: Final = 32  # of a trace id; `trace_ids` of a batch concatenates them
 
 _SCHEMA: Final = """
 create table if not exists batches (
@@ -62,7 +62,7 @@ _LAST_TOO_MANY: Final = """
 select max(batch) from (select batch, sum(num_spans) over (order by batch desc) as total from batches)
 where total > ? and batch < (select max(batch) from batches)
 """
-# If older batches were deleted, traces of the older half may have lost their roots with them.
+# Traces of the older half may have lost their roots with deleted batches.
 _NEWER: Final = """
 select trace_ids from batches where batch > (
     select case when min(batch) = 1 then 0 else (min(batch) + max(batch)) / 2 end from batches where not thinned
@@ -76,10 +76,10 @@ select (page_count - freelist_count) * page_size from pragma_page_count, pragma_
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits beyond which the oldest traces are deleted. Failed, moved and slow ones are counted separately."""
+    """Beyond these the oldest traces are deleted. Failed, moved and slow ones are counted separately."""
 
     traces: int = 1000
-    spans: int = 50_000  # a client may put many requests into one trace
+    spans: int = 50_000  # one trace may have many requests
     bytes: int = 64 << 20
 
 
@@ -90,7 +90,7 @@ class TraceStore:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        """Return the traces with the latest spans first."""
+        """The traces with the latest spans first."""
         found: dict[str, None] = {}
         for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc", ()):
             found.update(dict.fromkeys(reversed(_split(trace_ids))))
@@ -99,7 +99,7 @@ class TraceStore:
         return list(found)[:count]
 
     def trace_ids(self, which: Which, count: int = 20, tenant: str | None = None) -> list[str]:
-        """Return the traces with a request of `tenant`, or of any, latest first."""
+        """The traces with a request of `tenant`, or of any, latest first."""
         if tenant is not None:
             return self._ids(_ROOTS.format(f"tenant = ? and {_CONDITIONS[which]}"), tenant, count)
         if which == "recent":
@@ -111,14 +111,14 @@ class TraceStore:
         return bool(self._ids("select trace_id from roots limit 1"))
 
     def rootless_ids(self, count: int) -> list[str]:
-        """Return the traces without a request's root, latest first: running ones, or those whose frontend was lost."""
+        """The traces without a request's root, latest first: running ones, or those whose frontend was lost."""
         rooted = set(self._ids("select distinct trace_id from roots"))
         batches = self._rows(_NEWER, ()) if rooted else []
         found = dict.fromkeys(id_ for (ids,) in batches for id_ in reversed(_split(ids)) if id_ not in rooted)
         return list(found)[:count]
 
     def trace(self, prefix: str) -> list[Span]:
-        """Return the spans, by start time, of the trace whose id or request id starts with `prefix`.
+        """The spans, by start time, of the trace whose id or request id starts with `prefix`.
 
         A client's own request id must be whole.
         """
@@ -129,7 +129,7 @@ class TraceStore:
         return self.traces(found[:1])[found[0]] if found else []
 
     def traces(self, trace_ids: Sequence[str]) -> dict[str, list[Span]]:
-        """Sort the spans of each trace by start time. A trace that was deleted meanwhile has none."""
+        """The spans of each trace by start time; none if it was deleted."""
         found: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in trace_ids}
         one = trace_ids[0] if len(trace_ids) == 1 else ""
         batches = [batch for batch, ids in self._containing(one) if not found.keys().isdisjoint(ids)]
@@ -138,7 +138,7 @@ class TraceStore:
                 if (spans := found.get(piece.trace_id)) is None:
                     continue
                 for span in read_piece(piece.trace_id, service, piece.spans):
-                    # Prefer a process's own span to the one that its caller recorded in its place.
+                    # a process's own span is better than its caller's record
                     if span.span_id not in spans or LOST not in span.attributes:
                         spans[span.span_id] = span
         return {
@@ -147,7 +147,7 @@ class TraceStore:
         }
 
     def _containing(self, text: str) -> list[tuple[int, list[str]]]:
-        """Return batches, each with all its trace ids."""
+        """Batches, each with all its trace ids."""
         rows = self._rows("select batch, trace_ids from batches where instr(trace_ids, ?)", (text,))
         return [(batch, _split(trace_ids)) for batch, trace_ids in rows]
 
@@ -165,7 +165,7 @@ class TraceStore:
         try:
             return connection.execute(query, args).fetchall()
         except sqlite3.OperationalError as exc:
-            if "no such table" in str(exc):  # the file is being created, or of an earlier release
+            if "no such table" in str(exc):  # a new file, or an earlier release's
                 return []
             raise
         finally:
@@ -175,19 +175,19 @@ class TraceStore:
 class TraceWriter:
     """Appends to the file in `home`, and creates it. Use it on one thread at a time.
 
-    If the folder cannot be used, only spans are lost, because with an observer a process needs no file.
+    An unusable folder only costs spans, because with an observer a process needs no file.
     """
 
     def __init__(self, home: Path, limits: Limits = Limits()) -> None:
         self._path = home / FILE_NAME
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
-        self._inode = 0  # inode of the file that is open or could not be opened
+        self._inode = 0  # of the file that is open or could not be opened
         self._checked_inode = 0
         self._writes = 0
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
-        """Return False if the spans are lost."""
+        """False: the spans are lost."""
         try:
             try:
                 when_free(lambda: self._write(service, pieces))
@@ -215,7 +215,7 @@ class TraceWriter:
                 if (self._writes + 1) % TRIM_EVERY == 0:
                     _trim(connection, self._limits)
         except sqlite3.Error:
-            self.close()  # the next write reopens the file, which may have been replaced
+            self.close()  # the next write reopens the file, perhaps a new one
             raise
         self._writes += 1
 
@@ -228,7 +228,7 @@ class TraceWriter:
             with held_in_place(self._path):
                 with suppress(OSError):
                     self._path.touch(mode=0o600)
-                    self._path.chmod(0o600)  # even for an existing file; SQLite's other files inherit the mode
+                    self._path.chmod(0o600)  # an existing file, too; SQLite's others inherit the mode
                 self._inode = inode_of(self._path)
                 self._connection = connect(self._path)
             self._check(self._connection)
@@ -252,7 +252,7 @@ def _add(connection: sqlite3.Connection, service: str, pieces: Sequence[Piece]) 
 
 
 def _contents(pieces: Sequence[Piece]) -> tuple[int, str]:
-    """Return the number of spans, and `trace_ids`."""
+    """The number of spans, and `trace_ids`."""
     return sum(piece.num_spans for piece in pieces), "".join(dict.fromkeys(piece.trace_id for piece in pieces))
 
 
@@ -276,7 +276,7 @@ def _trim(connection: sqlite3.Connection, limits: Limits) -> None:
 
 
 def _trim_traces(connection: sqlite3.Connection, most: int) -> None:
-    """Keep the batches of the newest `most` traces. From older batches keep only the newest `most` special traces."""
+    """Keep the batches of the newest `most` traces, and of older ones only the newest `most` special traces."""
     special_ids = {trace_id for (trace_id,) in connection.execute("select trace_id from roots where special")}
     ordinary: set[str] = set()  # kept so far, newest first
     special: set[str] = set()
@@ -305,7 +305,7 @@ def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> Non
 
 
 def _pieces(packed: bytes) -> list[Piece]:
-    """Return a batch's pieces; none if a power failure damaged it, or another release wrote it."""
+    """A batch's pieces; none if a power failure damaged it, or another release wrote it."""
     try:
         return unpack_batch(packed)
     except msgspec.DecodeError:

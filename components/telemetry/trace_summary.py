@@ -1,4 +1,4 @@
-"""Summary of a trace for lists of requests."""
+"""A trace's line in lists of requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ LOST_AFTER_S: Final = 60.0  # if the frontend's span is missing this long after 
 FRONTEND_LOST: Final = "frontend lost: it left no span"
 LONGEST_S: Final = 3600.0  # the same if decode's span is missing, too, because the request may still run
 
-APIS: Final = {"/v1/responses": "responses", "/v1/messages": "messages"}  # routes whose operation is "chat"
+APIS: Final = {"/v1/responses": "responses", "/v1/messages": "messages"}  # their operation is "chat"
 
 Status = Literal["ok", "running", "refused", "cancelled", "error"]  # refused: answered with 4xx
 
@@ -25,25 +25,25 @@ Status = Literal["ok", "running", "refused", "cancelled", "error"]  # refused: a
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
     trace_id: str
-    request_id: str  # our id; empty if the root was not kept
-    client_request_id: str  # the client's id; empty without one
+    request_id: str  # ours; empty if the root was not kept
+    client_request_id: str
     name: str
-    model: str  # empty if unknown, as for a refused request
+    model: str  # empty if unknown
     started_unix_s: float
     duration_s: float
     ttft_s: float | None  # None: no token was sent
     status: Status
-    error: str  # empty if status is ok or running
+    error: str  # empty: ok or running
     moved: bool
     slow: bool
-    decode_ids: tuple[str, ...]  # instances in the order of their use; several if the request moved
+    decode_ids: tuple[str, ...]  # in the order of use; several if the request moved
     prefill_ids: tuple[str, ...]
     num_spans: int
     tenant: str = ""  # empty without an API key
 
 
 def root_of(spans: Sequence[Span]) -> Span:
-    """Return the span of the HTTP request, else the first span whose parent is not in `spans`."""
+    """The span of the HTTP request, else the first whose parent is not in `spans`."""
     known = {span.span_id for span in spans}
     tops = [span for span in spans if span.parent_id not in known] or list(spans)
     return next((span for span in tops if REQUEST_ID in span.attributes), tops[0])
@@ -58,7 +58,7 @@ def of_tenant(spans: Sequence[Span], tenant: str) -> list[Span]:
 def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
     """Return None if the request's root was not kept or had no API key."""
     at: Span | None = span
-    for _ in range(len(by_id)):  # parents may form a cycle in received spans
+    for _ in range(len(by_id)):  # received spans may form a cycle
         if at is None or TENANT in at.attributes:
             break
         at = by_id.get(at.parent_id or "")
@@ -66,10 +66,10 @@ def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
 
 
 def summary_of(spans: Sequence[Span], now_s: float | None = None) -> TraceSummary:
-    """`spans`: of one trace, by start time, at least one.
+    """`spans`: one or more of one trace, by start time.
 
-    `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span is then
-    running, or its frontend was lost.
+    `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span is then running,
+    or its frontend was lost.
     """
     root = root_of(spans)
     status, error = _outcome(spans, root, now_s)
@@ -101,7 +101,7 @@ def _name(root: Span) -> str:
 
 def _outcome(spans: Sequence[Span], root: Span, now_s: float | None) -> tuple[Status, str]:
     if now_s is not None and REQUEST_ID not in root.attributes and any(span.name in WORKER_SPANS for span in spans):
-        # after a failed part another one follows, because the stream was moved
+        # a moved stream continues after a failed part
         has_ended = any(span.name == DECODE_SPAN and span.status != "ERROR" for span in spans)
         silent_s = now_s - max(span.end_ns for span in spans) / 1e9
         is_lost = silent_s > (LOST_AFTER_S if has_ended else LONGEST_S)

@@ -12,7 +12,7 @@ from components.urls import without_password
 
 log = logging.getLogger(__name__)
 
-FIRST_S: Final = 1.0  # before the first line; a running server answers sooner
+FIRST_S: Final = 1.0  # a running server answers sooner
 LOG_INTERVAL_S: Final = 10.0
 
 

@@ -21,7 +21,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self.links = Links()
         self.num_exposed_pages: Callable[[], int] = int
-        self.num_prompt_tokens = 0  # prompt tokens computed here
+        self.num_prompt_tokens = 0  # computed here
         self.num_generated_tokens = 0
         self._latest: StepStats | None = None
         shown = self._shown = OnDemand(self.registry)
@@ -95,7 +95,7 @@ class WorkerMetrics:
         )
 
     def record(self, figures: StepStats) -> None:
-        """Count a step's tokens and duration. Other figures are read on demand."""
+        """Count a step's tokens and duration; other figures are read on demand."""
         self._latest = figures
         self.num_prompt_tokens += figures.prompt_tokens
         self.num_generated_tokens += figures.decode_tokens
@@ -114,7 +114,7 @@ class WorkerMetrics:
         return Batch() if self._latest is None else Batch(self._latest.num_running, self._latest.num_waiting)
 
     def pages(self) -> PageStatus | None:
-        """None while the engine starts."""
+        """None: the engine is starting."""
         if (step := self._latest) is None:
             return None
         return PageStatus(

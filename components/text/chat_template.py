@@ -1,4 +1,4 @@
-"""The inputs of chat templates: how a prompt ends, variables, and tools for templates that do not support them."""
+"""The inputs of chat templates: how a prompt ends, variables, and tools for templates without them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from components.output.marked_calls import kimi_id
 
 SWITCHES: Final = ("enable_thinking", "thinking")  # names in templates
 EFFORT: Final = "reasoning_effort"
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # in ascending order
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # ascending
 TOOLS_HEAD: Final = """\
 You can call functions to help with what the user asks. These are the functions, one JSON object in each line:
 <tools>
@@ -28,7 +28,7 @@ class Ending(NamedTuple):
 
     open_turn: bool = True
     continue_last: bool = False  # continue the last message's text
-    add_special_tokens: bool = False  # add the model's own special tokens around the template's text
+    add_special_tokens: bool = False  # the model's own, around the template's text
 
 
 NEXT_TURN = Ending()
@@ -40,7 +40,7 @@ def template_variables(
     mentions: Callable[[str], bool],
     efforts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the template variables that a client may set.
+    """Template variables that a client may set.
 
     Args:
         effort: the request's `reasoning_effort`. It is guidance: the nearest one that the model has is set, or none.
@@ -109,10 +109,10 @@ def instructed(
 
 
 def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return a conversation as gpt-oss's template reads it: one call a turn, its result next, and its reasoning as `thinking`.
+    """A conversation as gpt-oss's template reads it: one call a turn, its result next, its reasoning as `thinking`.
 
-    The template refuses a turn with a call, `thinking` and `content`, and shows `content` as reasoning there. It shows
-    only the first system message, so all are joined there.
+    The template refuses a turn with a call, `thinking` and `content`, and shows `content` as reasoning there. It shows only the
+    first system message, so all are joined.
     """
     instructions = [str(message["content"]) for message in messages if message["role"] == "system"]
     if instructions:
@@ -139,7 +139,7 @@ def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
 
 
 def numbered(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Give calls the ids that Kimi's model writes, whatever ids a client has sent, and their results the same."""
+    """Give calls, and their results, the ids that Kimi's model writes."""
     number = count()
     ids: dict[str, str] = {}
     turns: list[Mapping[str, Any]] = []
@@ -155,7 +155,7 @@ def numbered(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return tools in the form that gpt-oss's template requires: with descriptions, and some defaults as texts."""
+    """Tools as gpt-oss's template requires: with descriptions, and some defaults as texts."""
     found = []
     for tool in tools:
         function = {"description": "", **tool["function"]}

@@ -1,4 +1,4 @@
-"""Turn token ids into text: incrementally, without incomplete characters, up to a stop string; and the bytes of tokens."""
+"""Turn token ids into text: without incomplete characters, up to a stop string; and the bytes of tokens."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from components.text.byte_letters import byte_letters
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 WORD_BEGINS: Final = "\u2581"  # SentencePiece's space
 REPLACEMENT: Final = "\ufffd"
-LOOK_AFTER: Final = 8  # held tokens, after which some characters must be complete
-GIVE_UP_AFTER: Final = 64  # held tokens, after which this is not text; each check reads all of them
+LOOK_AFTER: Final = 8  # held tokens; some characters must then be complete
+GIVE_UP_AFTER: Final = 64  # held tokens; then this is not text. Each check reads all
 
 
 class TokenBytes:
@@ -28,7 +28,7 @@ class TokenBytes:
         self._read = _reader(tokenizer)
 
     def of(self, token_id: int) -> bytes:
-        """Return a token's bytes; empty for an id without a token."""
+        """Empty for an id without a token."""
         if (name := self._added.get(token_id)) is not None:
             return name.encode()
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -45,7 +45,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """Return the types of a decoder and its parts, which only its pickle reveals."""
+    """Types of a decoder and its parts, which only its pickle reveals."""
     if decoder is not None:
         state = json.loads(decoder.__getstate__())
         for part in (state, *state.get("decoders", ())):
@@ -76,22 +76,22 @@ _BYTES: Final = {letter: byte for byte, letter in enumerate(byte_letters())}
 class StopStrings:
     """Finds stop strings across token boundaries.
 
-    The result does not depend on how the text is cut. The longest of several stop strings with one end counts.
+    The result does not depend on how the text is cut. Of several stop strings with one end, the longest counts.
     """
 
     __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
-        """`included`: whether to show the stop string that ends the text."""
+        """`included`: show the stop string that ends the text."""
         self._included = included
-        self._stops = sorted(stops, key=len, reverse=True)  # longest first, because it begins earliest
+        self._stops = sorted(stops, key=len, reverse=True)  # the longest begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # for each, its longest prefix that ends the text so far
+        self._matched = [0] * len(self._stops)  # for each, its longest prefix that ends the text
         self._held = ""
         self.found: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """Return the text that is safe to show, and whether a stop string is complete.
+        """The text that is safe to show, and whether a stop string is complete.
 
         `counts`: whether a stop string that ends in `text` ends the answer.
         """
@@ -110,7 +110,7 @@ class StopStrings:
         return held
 
     def _step(self, char: str, *, counts: bool) -> int:
-        """Return the length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
+        """Length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
         for i, stop in enumerate(self._stops):
             length = self._matched[i]
             while length and stop[length] != char:
@@ -141,14 +141,14 @@ def _failure_table(stop: str) -> tuple[int, ...]:
 
 class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; "" within a character."""
+        """The text that these tokens complete; "" within a character."""
 
     def flush(self) -> str:
         pass
 
 
 class Pieces(dict[int, bytes]):
-    """The tokens of a byte-level tokenizer as bytes, without skipped tokens."""
+    """A byte-level tokenizer's tokens as bytes, without skipped ones."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: Pieces, prefix: Sequence[int] = ()) -> None:
         self._pieces = pieces
-        self._rest = b""  # bytes of an incomplete character
+        self._rest = b""  # of an incomplete character
         self.feed(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -206,8 +206,8 @@ class StreamDetokenizer:
         self._skip = skip
         self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
         self._shown = list(prefix)  # tokens of the last text, as context for the held ones
-        self._held: list[int] = []  # tokens of which the last one ends within a character
-        self._early = 0  # characters of the held tokens already shown
+        self._held: list[int] = []  # the last one ends within a character
+        self._early = 0  # shown characters of the held tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if len(token_ids) == 1:
@@ -224,7 +224,7 @@ class StreamDetokenizer:
         except Exception as exc:
             if "Invalid prefix" not in str(exc):
                 raise
-            return self._restart()  # invalid UTF-8 shortened the text; the decoder's state is unusable
+            return self._restart()  # invalid UTF-8; the decoder's state is unusable
         if text is None:
             return self._complete_part() if len(self._held) > LOOK_AFTER else ""
         if self._early:
@@ -244,7 +244,7 @@ class StreamDetokenizer:
 
     def _restart(self) -> str:
         text = self._held_text()[self._early :]
-        # without context: invalid bytes before a text can change its decoding
+        # no context: invalid bytes before a text can change its decoding
         self._shown, self._held, self._early = [], [], 0
         self._stream = DecodeStream(skip_special_tokens=self._skip)
         return text

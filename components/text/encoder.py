@@ -1,4 +1,4 @@
-"""Tokenise text, fast, and in threads if the text is long."""
+"""Tokenise text fast, and in threads if it is long."""
 
 import asyncio
 import logging
@@ -42,7 +42,7 @@ MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens
 
 
 class Encoder:
-    """Encodes with `fastokens`, which takes a tenth of the time, if its ids equal those of `tokenizers`.
+    """Encodes with `fastokens`, in a tenth of the time, if its ids equal those of `tokenizers`.
 
     Shared by all threads. Encoding releases the GIL.
     """
@@ -77,7 +77,7 @@ def _fast_encoded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> lis
 
 
 def _checked(tokenizer: Tokenizer) -> Any:
-    """Return the tokenizer of `fastokens`; None if it fails or gives other ids."""
+    """The tokenizer of `fastokens`; None if it fails or gives other ids."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     together = [
         "".join(f"{content} a{content}\n" for content in added[at : at + 64]) for at in range(0, len(added), 64)
@@ -110,11 +110,9 @@ def _check_is_its_own(exc: BaseException) -> None:
 
 
 class LongPrompts:
-    """Renders and tokenises long prompts in threads.
+    """Renders and tokenises long prompts in threads, for the event loop.
 
-    Shorter prompts overtake a longer one only if they arrive soon after it: no prompt starves.
-
-    It belongs to the event loop.
+    Shorter prompts overtake a longer one only soon after its arrival: no prompt starves.
     """
 
     def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
@@ -123,7 +121,7 @@ class LongPrompts:
         self._executor = ThreadPoolExecutor(self._free, "tokenize")
         self._threads = self._free
         self._max_chars = max_waiting_chars
-        self._chars = 0  # characters that wait
+        self._chars = 0
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = count()
 
@@ -151,7 +149,7 @@ class LongPrompts:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn had come, so pass it to another prompt
+            if not turn.cancelled():  # its turn had come: pass it on
                 self._pass_on()
             raise
         finally:

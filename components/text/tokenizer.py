@@ -33,10 +33,10 @@ from components.text.tokenizer_file import check_tokenizer_file
 T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096  # 0.4 ms at worst; a hop to a thread and back costs about 0.1 ms
-MESSAGE_CHARS: Final = 32  # characters that a template adds per message
-CONTEXT_TOKENS: Final = 6  # prompt tokens that a decoder needs as context
+MESSAGE_CHARS: Final = 32  # what a template adds per message
+CONTEXT_TOKENS: Final = 6  # of the prompt, as a decoder's context
 MAX_CONTEXT_TOKENS: Final = 32  # if the prompt ends with characters of several tokens
-TAIL_TOKENS: Final = 16  # last prompt tokens, enough for a marker and line breaks
+TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line breaks
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 TEMPLATE_ERRORS: Final = (
     TemplateError,
@@ -62,7 +62,7 @@ A_CALL: Final[Sequence[Mapping[str, Any]]] = (
 
 
 class TextModel:
-    """A model's text functions, shared by all requests and threads."""
+    """Shared by all requests and threads."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class TextModel:
         check_tokenizer_file(directory)
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
         template = loaded.chat_template
-        several = template if isinstance(template, dict) else {}  # by name; the others are for retrieval
+        several = template if isinstance(template, dict) else {}  # by name
         if several:
             template = several.get("default")
         specials, tools = loaded.special_tokens_map, several.get("tool_use")
@@ -110,7 +110,7 @@ class TextModel:
     def warm_up(self) -> None:
         """Encode a short conversation, or a plain text if the template refuses it.
 
-        The first one compiles the template, and `fastokens` sets itself up for each thread: 30 ms together.
+        The first one compiles the template, and `fastokens` sets itself up per thread: 30 ms together.
         """
         try:
             self._encode_chat(A_QUESTION, (), NOTHING, NEXT_TURN)
@@ -131,7 +131,7 @@ class TextModel:
         variables: Mapping[str, Any] = NOTHING,
         ending: Ending = NEXT_TURN,
     ) -> str:
-        """Return a conversation's prompt text.
+        """A conversation's prompt text.
 
         Args:
             messages: arguments of tool calls are objects.
@@ -155,7 +155,7 @@ class TextModel:
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
-            # a template is foreign code, in which unexpected messages may raise any of these
+            # a template is foreign code: unexpected messages may raise any of these
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
 
     def _render(
@@ -201,7 +201,7 @@ class TextModel:
         ending: Ending = NEXT_TURN,
         call_chars: int = 0,
     ) -> list[int]:
-        """`call_chars`: of the arguments of calls, whose parsed form would take long to measure here."""
+        """`call_chars`: of calls' arguments, whose parsed form is slow to measure."""
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
             num_calls = sum(len(m.get("tool_calls", ())) for m in messages)
@@ -220,7 +220,7 @@ class TextModel:
         return text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the tokens' names in the vocabulary; "" for an id without a token."""
+        """Names in the vocabulary; "" for an id without a token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(
@@ -235,7 +235,7 @@ class TextModel:
         return StreamDetokenizer(self._tokenizer, context, skip=skip)
 
     def _context(self, prompt: Sequence[int]) -> Sequence[int]:
-        """Return the prompt's last tokens, from the beginning of a character.
+        """The prompt's last tokens, from the beginning of a character.
 
         The tokenizer decodes a run of bytes to "\ufffd" alone if one character in it is cut.
         """
@@ -286,7 +286,7 @@ class TextModel:
 
 
 def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
-    """Return the message with `form` applied to the arguments of its calls."""
+    """Apply `form` to the arguments of the message's calls."""
     if "tool_calls" not in message:
         return message
     functions = [(call, call["function"]) for call in message["tool_calls"]]
@@ -299,7 +299,7 @@ def _as_text(arguments: Any) -> str:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Return the part of a text that is a JSON object, such as one that was cut off; {} if there is none."""
+    """The part of a text that is a JSON object, such as one that was cut off; else {}."""
     if not isinstance(arguments, str):
         return arguments
     try:

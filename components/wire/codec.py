@@ -13,13 +13,12 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-PROTOCOL: Final = 3  # version of all messages
+PROTOCOL: Final = 3
 OLDEST: Final = 3  # earlier requests have other sampling parameters
 UNNAMED: Final = 1  # of records without a version
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
-# Characters of a message's subject and reply subject. NATS closes a connection whose line exceeds 4 kB, and nats-py does
-# not reconnect after that.
+# Characters of subject and reply subject. NATS closes a connection whose line exceeds 4 kB, and nats-py does not reconnect.
 MAX_SUBJECT: Final = 1000
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 

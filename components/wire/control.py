@@ -1,4 +1,4 @@
-"""inspect → any process, on `<subject>.control`: changes settings of a running process until it ends."""
+"""inspect → any process, on `<subject>.control`: changes settings until the process ends."""
 
 from typing import Literal
 
@@ -13,14 +13,14 @@ class Control(Struct):
     """Settings that are left out do not change."""
 
     log_level: LogLevel | None = None
-    logger: str = ""  # logger whose level is set; "": all
+    logger: str = ""  # whose level is set; "": all
     traces_per_s: float | None = None
     work: Work | None = None  # stop: drain, then end, as at SIGTERM
 
 
 @message("controlled.v1")
 class Controlled(Struct):
-    """The settings of the process after the change."""
+    """The settings after the change."""
 
     log_level: str  # of the named logger
     traces_per_s: float

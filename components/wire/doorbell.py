@@ -8,7 +8,7 @@ from components.wire.codec import Struct, message
 
 @message("doorbell-ring.v1")
 class Ring(Struct):
-    """A notification. If it is empty, the receiver only answers with its agent name."""
+    """If `notification` is empty, the receiver only answers with its agent name."""
 
     notification: str = ""
     aux_slot: int = 0
@@ -17,4 +17,4 @@ class Ring(Struct):
 
 @message("doorbell-heard.v1")
 class RingAcknowledged(Struct):
-    agent: str  # name of the receiver, as another agent may have the address by now
+    agent: str  # another one may have the address by now

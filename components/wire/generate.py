@@ -35,17 +35,17 @@ class GenerateRequest(Dated):
     request_id: str
     epoch: str
     model: str
-    stream_id: int  # of the first branch; those of the others follow it
+    stream_id: int  # of the first branch; the others' follow
     reply_to: Subject
     token_ids: bytes  # int32[T], after a move with the tokens so far
     sampling: SamplingParams
-    num_generated: int = 0  # how many of `token_ids` are generated, after a move
+    num_generated: int = 0  # of `token_ids`, after a move
     cache_salt: str = ""
     priority: int = 0  # lower is served first
     adapter: str = ""
     session: str = ""
-    wants_origin: bool = False  # send `origin` with the first token; an older frontend would refuse such an item
-    prediction: bytes = b""  # int32[P], tokens that the answer may repeat; with it the draft counts are sent
+    wants_origin: bool = False  # send `origin`, which an older frontend would refuse
+    prediction: bytes = b""  # int32[P], which the answer may repeat; with it the draft counts are sent
 
 
 @message("generate-accepted.v1")
@@ -73,19 +73,19 @@ class ResendFrames(Struct):
 
 @message("resent.v1")
 class FramesResent(Struct):
-    oldest: int  # number of the oldest frame that decode still has
-    next: int  # number after the last resent frame
-    made: int  # number after the last frame of all
+    oldest: int  # the oldest frame that decode has
+    next: int  # after the last resent frame
+    made: int  # after the last frame of all
 
 
 class PromptOrigin(NamedTuple):
-    prefill: str = ""  # id of the chosen prefill instance, whose transfer may have failed
-    why_local: str = ""  # reason, if decode computed the prompt
+    prefill: str = ""  # id of the chosen instance; its transfer may have failed
+    why_local: str = ""  # if decode computed the prompt
 
 
 class StreamItem(NamedTuple):
     stream_id: int
-    seq: int  # number of its first token; a gap means that a frame was lost
+    seq: int  # of its first token; a gap means a lost frame
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
     error: Refused | None = None
@@ -104,7 +104,7 @@ def num_seqs(token_ids: Sequence[int]) -> int:
 
 
 class OtherFrameVersion(MalformedMessage):
-    """A frame of another version. The instance id has the same position in all versions."""
+    """The instance id has the same position in all versions."""
 
     def __init__(self, version: int, instance_id: str) -> None:
         super().__init__(
@@ -115,16 +115,16 @@ class OtherFrameVersion(MalformedMessage):
 
 @dataclass(slots=True)
 class TokenFrame:
-    """Items of one frontend's streams. Plain ones are stored in columns, because a tuple each would dominate the cost."""
+    """Items of one frontend's streams. Plain ones are in columns, because a tuple each would dominate the cost."""
 
     instance_id: str = ""  # this and the next three are set when it is sent
     epoch: str = ""
     step: int = 0
-    number: int = 0  # number of the frame to this frontend, from 0
+    number: int = 0  # per frontend, from 0
     streams: "array[int]" = field(default_factory=partial(array, "q"))
     seqs: "array[int]" = field(default_factory=partial(array, "q"))
     token_ids: list[list[int]] = field(default_factory=list)
-    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # each with the number of plain items before it
+    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # with the number of plain items before each
 
     def __len__(self) -> int:
         return len(self.seqs) + len(self.others)
@@ -152,7 +152,7 @@ class TokenFrame:
             self.others.append((len(self.seqs), item))
 
     def failed(self, error: MeshError) -> "TokenFrame":
-        """Return a frame that ends the streams of this one with `error`."""
+        """A frame that ends these streams with `error`."""
         failed, refused = TokenFrame(), refusal(error)
         firsts: dict[int, int] = {}
         for stream_id, seq in [*zip(self.streams, self.seqs, strict=True), *(item[:2] for _, item in self.others)]:

@@ -11,7 +11,7 @@ USUAL_NEXT_S: Final = 0.5
 class Heartbeat(Struct):
     instance_id: str
     epoch: str
-    step: int  # if it does not change while `busy`, the engine hangs
+    step: int  # unchanged while `busy`: the engine hangs
     busy: bool
     draining: bool = False
     num_running: int = 0
@@ -22,13 +22,13 @@ class Heartbeat(Struct):
     cached_pages: int = 0
     held_pages: int = 0
     total_pages: int = 0
-    queued_tokens: int = 0  # prompt tokens that are not computed yet
+    queued_tokens: int = 0  # of prompts, still to compute
     prompt_tokens_per_s: float = 0.0  # prefill speed; 0: unknown
-    accepted: int = 0  # number of requests accepted since the start
-    num_requests: int = 0  # branches, including those that are not in the engine yet
-    next_s: float = USUAL_NEXT_S  # maximum time until the next heartbeat
+    accepted: int = 0  # requests since the start
+    num_requests: int = 0  # branches, also those not yet in the engine
+    next_s: float = USUAL_NEXT_S  # until the next heartbeat, at most
     still_s: float = 0.0  # time since the last step or idle moment
-    cached: int = 0  # how many of the query's hashes are in the prefix cache
+    cached: int = 0  # of the query's hashes, in the prefix cache
 
 
 @message("heartbeat-ask.v1")

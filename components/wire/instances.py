@@ -14,14 +14,14 @@ Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
 class RankEndpoint(Struct):
-    """A follower of an instance on several devices; its pages are those of the instance, with its heads."""
+    """A follower; its pages are the instance's, with its own heads."""
 
     pid: int
     device: str
     base_address: int
     agent: str = ""
     agent_metadata: str = ""
-    aux_address: int = 0  # of its aux slots, as many as the first rank has
+    aux_address: int = 0  # as many slots as the first rank has
 
 
 class KvEndpoint(Struct):
@@ -45,7 +45,6 @@ class KvEndpoint(Struct):
 
     @property
     def devices(self) -> list[str]:
-        """Devices of all ranks, in order."""
         return [self.device, *(rank.device for rank in self.followers)]
 
 
@@ -62,12 +61,12 @@ class InstanceRecord(Struct):
     max_context: int | None = None  # tokens of prompt and output
     kv: KvEndpoint | None = None
     http: str | None = None
-    metrics: str | None = None  # URL of the metrics page; several frontends may share `http`
+    metrics: str | None = None  # a URL; several frontends may share `http`
     kv_events: bool = False
     embedding: EmbeddingModel | None = None
     protocol: int = UNNAMED
     oldest_protocol: int = UNNAMED
-    max_running: int = 0  # maximum requests of a step; 0: this instance has no engine
+    max_running: int = 0  # requests of a step; 0: no engine
     max_step_tokens: int = 0
 
     @property

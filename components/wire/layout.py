@@ -1,4 +1,4 @@
-"""The shape of a KV page, and where this process's pages are."""
+"""The shape and place of KV pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,7 @@ DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1}
 class KvLayout(Struct):
     """A page is [heads, layers, 2, page_size, head_dim], with the heads of one shard.
 
-    With heads first, a tensor-parallel rank's share is contiguous. NIXL's cost does not depend on a descriptor's
-    size, so a page holds all layers.
+    With heads first, a tensor-parallel rank's share is contiguous. NIXL's cost is per descriptor, so a page holds all layers.
     """
 
     model: str
@@ -94,9 +93,8 @@ def can_shard(kv_heads: int, shards: int) -> bool:
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """One page size must divide the other, and each must have as many ranks as `can_shard` allows.
+    """One page size must divide the other, and `can_shard` must allow the ranks of each. All else must be equal.
 
-    All else must be equal.
     Raises: IncompatibleLayout.
     """
     if ours == theirs:
@@ -123,7 +121,7 @@ def check_same_adapter(name: str, ours: str, theirs: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The page pool of a follower, with as many pages as the leader's."""
+    """A follower's page pool, of as many pages as the leader's."""
 
     pid: int
     device: str

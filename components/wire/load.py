@@ -10,7 +10,7 @@ class LoadSample(Struct):
 
     unix_s: float
     seconds: float
-    ttft: list[int] = field(default_factory=list)  # counts by bucket, the last one without a bound
+    ttft: list[int] = field(default_factory=list)  # counts by bucket, the last without a bound
     gaps: list[int] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of these

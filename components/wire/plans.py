@@ -39,7 +39,7 @@ class AskCounts(Struct): ...
 
 @message("local-scale.v1")
 class ScaleRole(Struct):
-    """Refused if `before` is stale: two planners then change one worker, not two."""
+    """Refused if `before` is stale, so that two planners change one worker, not two."""
 
     role: Literal["prefill", "decode"]
     before: int

@@ -1,7 +1,6 @@
 """A prompt that prefill computes for decode, and the transfer of its pages.
 
-decode ↔ prefill: the prompt, and the end of its transfer. decode, prefill ↔ bootstrap: bootstrap rooms, each in one
-replica's memory.
+decode, prefill ↔ bootstrap: bootstrap rooms, each in one replica's memory.
 """
 
 from components.wire.codec import Dated, Id, Struct, message
@@ -42,7 +41,7 @@ class Quiesce(Struct):
     request_id: str
     cause: str
     cancelled: bool = False
-    epoch: str = ""  # of the process that was asked; another one cannot answer for it. Empty: not checked
+    epoch: str = ""  # of the asked process, as no other can answer; empty: not checked
 
 
 @message("quiet.v1")

@@ -1,4 +1,4 @@
-"""Sampling parameters, the same for frontend, decode, prefill and engine."""
+"""Sampling parameters of frontend, decode, prefill and engine."""
 
 from hashlib import blake2b
 from typing import Literal
@@ -12,10 +12,9 @@ class Constraint(Struct):
 
 
 class SamplingParams(Struct):
-    """A draw depends on the seed and the position, never on the batch.
+    """A draw depends on the seed and the position, never on the batch. `engine.sampling.bounds` has the bounds.
 
-    Order: penalties, `logit_bias`, constraint, temperature, min_p, top_k, top_p. `engine.sampling.bounds` has the
-    bounds.
+    Order: penalties, `logit_bias`, constraint, temperature, min_p, top_k, top_p.
     """
 
     max_tokens: int  # still to generate
@@ -32,9 +31,9 @@ class SamplingParams(Struct):
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None  # alternatives per token; 0: the chosen one only
-    prompt_logprobs: int | None = None  # the same for the prompt, which decode then computes
+    prompt_logprobs: int | None = None  # for the prompt, which decode then computes
     n: int = 1  # branches; branch 0 uses `seed` itself
-    constraint: Constraint | None = None  # services compile it to `EngineRequest.mask`
+    constraint: Constraint | None = None  # compiled to `EngineRequest.mask`
 
 
 def branch_seed(seed: int, branch: int) -> int:

@@ -7,21 +7,21 @@ from components.wire.codec import Struct, message
 
 @message("status-ask.v1")
 class StatusRequest(Struct):
-    transport: bool = False  # whether a worker looks into its process for `Status.transport`
+    transport: bool = False  # whether `Status.transport` is wanted
 
 
 class RoomStatus(Struct):
-    """One transfer, aged by the clock of the process that reports it."""
+    """One transfer, aged by the reporting process's clock."""
 
     room: str
     request_id: str
     state: str
     age_s: float
-    peer: str = ""  # instance id of the other worker; of a bootstrap replica: of the prefill instance
+    peer: str = ""  # the other worker; at bootstrap: the prefill instance
 
 
 class LinkStatus(Struct):
-    """Transfers between this worker and another one, since start."""
+    """Transfers with one other worker since start."""
 
     peer: str  # instance id
     transfers: int = 0  # completed
@@ -40,17 +40,15 @@ class PageStatus(Struct):
 
 
 class Connection(Struct):
-    """The ports of a TCP connection."""
-
     local: int
     remote: int
 
 
 class TransportStatus(Struct):
-    """What a worker's process has open towards its peers."""
+    """What a worker has open towards its peers."""
 
-    ports: list[int] = field(default_factory=list)  # on which it listens, that of its metrics page too
-    connections: list[Connection] = field(default_factory=list)  # established, those of etcd and NATS too
+    ports: list[int] = field(default_factory=list)  # all that it listens on
+    connections: list[Connection] = field(default_factory=list)  # established, also to etcd and NATS
     shared_memory: bool = False  # a segment of UCX is mapped
     rdma: bool = False  # an RDMA device is open
 
@@ -61,11 +59,11 @@ class Status(Struct):
     role: str
     epoch: str = ""
     model: str = ""
-    version: str = ""  # of the package
+    version: str = ""
     host: str = ""
     pid: int = 0
     uptime_s: float = 0.0
-    now_unix_s: float = 0.0  # this process's wall clock
+    now_unix_s: float = 0.0  # wall clock
     draining: bool = False
     log_level: str = ""
     traces_per_s: float = 0.0
@@ -74,16 +72,16 @@ class Status(Struct):
     nats_contact_age_s: float = 0.0
     layout: str = ""  # `KvLayout.text`
     kv_transfer: str = ""  # backend
-    kv_transport: str = ""  # what moves the bytes, such as "tcp"; empty: unknown
+    kv_transport: str = ""  # such as "tcp"; empty: unknown
     queues: dict[str, int] = field(default_factory=dict)  # requests or transfers, by state
     oldest_queued_s: dict[str, float] = field(default_factory=dict)  # by state
-    rooms: list[RoomStatus] = field(default_factory=list)  # the oldest first, at most MAX_ROOMS
+    rooms: list[RoomStatus] = field(default_factory=list)  # oldest first, at most MAX_ROOMS
     num_rooms: int = 0  # all
     links: list[LinkStatus] = field(default_factory=list)
     pages: PageStatus | None = None  # of workers
     running: int = 0  # requests
     waiting: int = 0
-    tokens_per_s: float = 0.0  # of the last seconds; a prefill instance: of prompts, else generated
+    tokens_per_s: float = 0.0  # in the last seconds; at prefill, of prompts
     breakers: dict[str, str] = field(default_factory=dict)  # state by instance id
-    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id, as received here
-    transport: TransportStatus | None = None  # None: not asked for, not a worker, or not to be seen
+    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id
+    transport: TransportStatus | None = None  # None: not requested, not a worker, or unreadable

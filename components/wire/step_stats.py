@@ -1,4 +1,4 @@
-"""What the engine measures of a step. Heartbeats, metrics and the log report it."""
+"""What the engine measures of a step."""
 
 from typing import Final, NamedTuple
 
@@ -19,13 +19,13 @@ NO_DRAFTS: Final = DraftCounts(0, 0)
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    step: int = 0  # the same number while work waits: the engine hangs
+    step: int = 0  # unchanged while work waits: the engine hangs
     num_running: int = 0
     num_waiting: int = 0
     num_reserved: int = 0  # DECODE requests without KV yet
     num_held: int = 0  # ended requests with exposed pages
     prompt_tokens: int = 0
-    decode_tokens: int = 0  # sampled in this step
+    decode_tokens: int = 0
     free_pages: int = 0
     cached_pages: int = 0
     held_pages: int = 0
@@ -33,11 +33,11 @@ class StepStats(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     prefix_queries: int = 0  # prompt tokens looked up since start
     prefix_hits: int = 0  # of those, found
-    offloaded_pages: int = 0  # evicted to main memory, and still there
-    restored_pages: int = 0  # from there, since start
+    offloaded_pages: int = 0  # evicted, and now in main memory
+    restored_pages: int = 0  # from main memory, since start
     loaded_pages: int = 0  # from files, since start
     saved_pages: int = 0  # to files, since start
-    unsaved_pages: int = 0  # that wait to be saved
+    unsaved_pages: int = 0  # waiting to be saved
     preemptions: int = 0  # since start
     drafted_tokens: int = 0  # since start, by speculative decoding
     accepted_tokens: int = 0  # of those, drawn

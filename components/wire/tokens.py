@@ -1,4 +1,4 @@
-"""Token ids as int32[T] bytes, little-endian, and the hashes of their blocks as in prefix caches, KV events and routers."""
+"""Token ids as int32[T] bytes, little-endian, and the hashes of their blocks."""
 
 import sys
 from array import array
@@ -51,7 +51,7 @@ def _chain(tokens: bytes, page_size: int, parent: bytes) -> Iterator[bytes]:
 
 
 class BlockHashes(Sequence[bytes]):
-    """Each full page's hash is computed once, on demand."""
+    """Hashes of full pages, each computed once, on demand."""
 
     __slots__ = ("_len", "_made", "_rest")
 

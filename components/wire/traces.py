@@ -5,6 +5,6 @@ from components.wire.codec import Struct, message
 
 @message("traces-keep.v1")
 class KeepTraces(Struct):
-    """Not answered. A process exports the spans that it holds of these traces, and those that end later."""
+    """Unanswered. A process exports the spans that it holds of these traces, and later ones."""
 
     trace_ids: bytes  # 16 each, big-endian
