@@ -13,8 +13,8 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Instance records by key.
 
-    With `on_missing`, `remove` keeps a record until `put` or `drop`. The instance may be alive: it lost etcd, or etcd lost its
-    data.
+    If `on_missing` is set, `remove` keeps a record until `put` or `drop`. Its instance may be alive: it lost etcd, or etcd
+    lost its data.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class KvTransfer(Protocol):
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """What peers need to connect."""
+        """What peers need to connect; part of this instance's record in etcd."""
 
     @property
     def aux(self) -> "AuxBuffer":

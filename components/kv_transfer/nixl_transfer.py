@@ -322,7 +322,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Whether the write has ended."""
+        """Return False for a write that has not ended."""
         if state == "PROC":
             return False
         if state == "DONE":

@@ -219,7 +219,7 @@ class GenerationFields(Strict):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk has the usage so far."""
+        """Whether each chunk of a stream has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property

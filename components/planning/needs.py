@@ -134,7 +134,7 @@ class Needs:
         return max(0.0, work.busy_s + more / self.tokens_per_s) / total.seconds
 
     def _patience_s(self) -> float:
-        """What the TTFT target leaves for waiting."""
+        """Return the part of the TTFT target that is left for waiting."""
         return max(self._targets.ttft_s - self.service_s - self.other_s, self.service_s / 2)
 
     def _prefill(self, now: Observation, ahead_s: float) -> Need:

@@ -45,7 +45,7 @@ class Connection(Struct):
 
 
 class TransportStatus(Struct):
-    """What a worker has open towards its peers."""
+    """What a worker's process has open towards its peers."""
 
     ports: list[int] = field(default_factory=list)  # all that it listens on
     connections: list[Connection] = field(default_factory=list)  # established, also to etcd and NATS
