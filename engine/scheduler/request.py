@@ -294,10 +294,7 @@ class RequestMemory:
             self._copy_pages(list(zip(copied, own, strict=True)))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Allocate pages until `num_tokens` tokens have slots.
-
-        Returns: False if there are not enough pages.
-        """
+        """Allocate a page if `num_tokens` tokens, which need at most one more, have no slots. Return False if none is free."""
         if num_tokens <= len(request.pages) * self.page_size:
             return True
         if not self.pool.num_available:
