@@ -4,7 +4,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from components.errors import InvariantBroken, NonFiniteLogits, Rejected
+from components.errors import NonFiniteLogits, Rejected
+from components.startup import CannotServe
 from components.wire.logprobs import TokenLogprobs
 from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from engine.core.open_requests import Limits, Requests
@@ -20,7 +21,7 @@ MAX_FAILED_STEPS: Final = 5  # steps in a row
 FULL: Final = Phase.FULL  # enum attributes are slow
 
 
-class EngineBroken(InvariantBroken):
+class EngineBroken(CannotServe):
     pass
 
 

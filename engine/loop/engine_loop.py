@@ -131,5 +131,12 @@ def resolve(future: asyncio.Future[Any], value: object) -> None:
         future.set_result(value)
 
 
+def fail_call(future: asyncio.Future[Any], error: BaseException | None) -> None:
+    """Fail a call because the engine has ended. asyncio logs nothing if the caller does not await it."""
+    if not future.done():
+        future.set_exception(dead(error))
+        future.exception()
+
+
 def dead(error: BaseException | None) -> InvariantBroken:
     return InvariantBroken(f"the engine is not running: {error or 'it was stopped'}")

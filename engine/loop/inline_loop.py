@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Final, TypeVar
 
-from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, resolve
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, fail_call, resolve
 from engine.ports import Engine, Pause, StepOutput
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class InlineLoop(EngineLoop):
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
         if self._ended.done():
-            future.set_exception(dead(self._ended.result()))
+            fail_call(future, self._ended.result())
         else:
             Call(call, future).made(self.engine).settle()
             self._soon()

@@ -15,7 +15,7 @@ from time import sleep
 from typing import TypeVar
 
 from components.startup import CannotServe
-from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, resolve
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, fail_call, resolve
 from engine.ports import Engine, Pause, StepOutput
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ThreadedLoop(EngineLoop):
             finally:
                 self._own.release()
         elif self._ended.done() or self._broken is not None:
-            future.set_exception(dead(self._broken or self._ended.result()))
+            fail_call(future, self._broken or self._ended.result())
         else:
             self._unsettled += 1
             self._calls.put(Call(call, future))
@@ -189,5 +189,5 @@ class ThreadedLoop(EngineLoop):
             self._ready.set_exception(error or dead(None))
         while not self._calls.empty():
             call = self._calls.get_nowait()
-            if call is not None and not call.future.done():
-                call.future.set_exception(dead(error))
+            if call is not None:
+                fail_call(call.future, error)

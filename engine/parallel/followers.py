@@ -1,5 +1,6 @@
 """The leader's followers on devices: their processes, their step line, and the process group."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from engine.parallel.step_line import LineBroken, StepLine
 from engine.runner.device_model import DeviceModel
 from engine.runner.step_inputs import StepInputs
 from engine.sharding.group import abort_group, from_leader, join_group, leave_group
+
+log = logging.getLogger(__name__)
 
 LOST_S: Final = 2.0  # time to detect the end of a follower after a step has failed
 DONE_LOOK_S: Final = 1e-4  # polling interval
@@ -77,10 +80,12 @@ class Followers:
             raise self._processes.lost
         try:
             yield
-        except (RankLost, CannotServe):
+        except CannotServe:
             raise
         except Exception as exc:
             self._processes.is_over.wait(LOST_S)  # if a rank was lost, that is the cause
+            if self._processes.lost is None:
+                log.exception("rank 0 failed")
             raise self._processes.lost or RankLost(f"rank 0: {exc}") from exc
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:

@@ -16,8 +16,7 @@ from typing import Final
 
 import msgspec
 
-from components.errors import InvariantBroken
-from components.startup import WrongSettings
+from components.startup import CannotServe, WrongSettings
 from components.wire.layout import RankMemory
 from engine.config import EngineConfig
 from engine.parallel.orders import Report, Start, transfer_socket_of
@@ -27,7 +26,7 @@ log = logging.getLogger(__name__)
 END_S: Final = 10.0  # timeout for followers to end before they are killed
 
 
-class RankLost(InvariantBroken):
+class RankLost(CannotServe):
     """A process of the instance has ended, or the ranks no longer agree."""
 
 
