@@ -31,7 +31,7 @@ from engine.model.resolve import model_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.connections import Connections, open_connections
-from services.frontend.decode_choice import explain_endpoint
+from services.frontend.decode_choice import Waits, explain_endpoint
 from services.frontend.keys import KeyRing, open_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import DRAINING, Operations, workers_of
@@ -115,9 +115,8 @@ async def main(settings: FrontendSettings) -> None:
     writes = HeldWrites()  # a frame has tokens of many requests, whose events are written to the sockets together
     async with open_keys(settings) as keys, open_connections(settings, writes) as links:
         folder, text = await load_text(settings)
-        mesh = MeshClient(
-            links.bus, links.inbox, links.decodes, links.model, no_worker_wait_s=settings.no_worker_wait_s
-        )
+        waits = Waits(settings.no_worker_wait_s, settings.lost_worker_wait_s)
+        mesh = MeshClient(links.bus, links.inbox, links.decodes, links.model, waits)
         mesh.moves.show(links.metrics)
         stored = await open_stored(links.bus, settings, links.subject)
         prefills = HeartbeatQuery(links.bus, settings.namespace, "prefill", links.registry.book)

@@ -126,6 +126,14 @@ class FrontendSettings(ModelSettings):
         float,
         Field(ge=0, description="seconds that requests wait for a decode instance after the last one was lost"),
     ] = 5.0
+    lost_worker_wait_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="seconds that running requests wait for a decode instance after theirs was lost; should be longer "
+            "than a worker takes to restart",
+        ),
+    ] = 30.0
     drain_timeout_s: Annotated[
         PositiveFloat, Field(description="seconds that a stopping frontend may take to finish its requests")
     ] = 30.0

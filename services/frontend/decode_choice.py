@@ -44,8 +44,6 @@ from services.frontend.request_timeline import RequestTimeline, request_timeline
 
 log = logging.getLogger(__name__)
 
-WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
-NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MAX_MOVES: Final = 5
 NO_RESPONDERS_S: Final = 10.0  # during this time, attempts that find no listener do not count as moves
 MOVES_PER_BREAKING_ERROR: Final = 3  # so that one request breaks at most two instances
@@ -59,6 +57,14 @@ RETRYABLE_ELSEWHERE: Final = (PeerLost, *INSTANCE_BROKEN, Overloaded, BackendUna
 NATS_FAULTS: Final = (FramesLost, BackendUnavailable, Cancelled)  # caused by NATS: the same instance may be tried again
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """How long requests wait for a decode instance that they can use, in seconds."""
+
+    for_any_s: float = 5.0  # new requests, since the last instance was lost
+    for_another_s: float = 30.0  # requests whose instance was lost: it may restart
+
+
 @dataclass(slots=True)
 class Attempts:
     failed: list[str] = field(default_factory=list)  # ids of instances, latest last
@@ -67,9 +73,9 @@ class Attempts:
 
 
 class DecodeChoice:
-    def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float) -> None:
+    def __init__(self, decodes: Fleet, model: str, waits: Waits) -> None:
         self._decodes = decodes.alive
-        self._no_worker_wait_s = no_worker_wait_s
+        self._waits = waits
         self._seen_s: dict[str, float] = {}  # monotonic, last time an instance was usable, by adapter or ""
         self._measured: Sequence[InstanceRecord] = ()  # usable instances for which `_smallest` was computed
         self._smallest: float = math.inf  # tokens of context
@@ -96,7 +102,7 @@ class DecodeChoice:
         self._seen_s.update(dict.fromkeys(adapters, time.monotonic()))
 
     def may_come_back(self, adapter: str) -> bool:
-        return time.monotonic() < self._seen_s.get(adapter, -math.inf) + self._no_worker_wait_s
+        return time.monotonic() < self._seen_s.get(adapter, -math.inf) + self._waits.for_any_s
 
     async def choose(
         self, prompt: Prompt, attempts: Attempts, context: int | None = None
@@ -124,9 +130,9 @@ class DecodeChoice:
                     return found
                 waited_s = time.monotonic() - began
                 if attempts.moves:
-                    worth_it = waited_s < WAIT_FOR_DECODE_S
+                    worth_it = waited_s < self._waits.for_another_s
                 elif self._decodes.usable(self._model, adapter):  # there are instances, but with too small a context
-                    worth_it = waited_s < self._no_worker_wait_s
+                    worth_it = waited_s < self._waits.for_any_s
                 else:
                     worth_it = self.may_come_back(adapter)
                 if not worth_it or waited_s >= left_s:

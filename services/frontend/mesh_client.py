@@ -27,7 +27,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
 from components.wire.step_stats import NO_DRAFTS
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import NO_WORKER_WAIT_S, RETRYABLE_ELSEWHERE, Attempts, DecodeChoice, Moves
+from services.frontend.decode_choice import RETRYABLE_ELSEWHERE, Attempts, DecodeChoice, Moves, Waits
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_timeline import request_timeline
@@ -48,8 +48,7 @@ class MeshClient:
         inbox: StreamInbox,
         decodes: Fleet,
         model: str,
-        *,
-        no_worker_wait_s: float = NO_WORKER_WAIT_S,
+        waits: Waits = Waits(),  # noqa: B008 - frozen
     ) -> None:
         self._bus = bus
         self._inbox = inbox
@@ -58,7 +57,7 @@ class MeshClient:
         self._sending = BackgroundTasks()  # messages that are being sent
         self._known: dict[str, ServedModel] = {}  # models served now, and those that may be served again soon
         self.moves = Moves()
-        self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
+        self.choice = DecodeChoice(decodes, model, waits)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
         self._decodes.on_ended(lambda record: inbox.forget_instance(record.instance_id))

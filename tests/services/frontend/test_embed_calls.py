@@ -23,6 +23,7 @@ from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbeddingModel, EmbedRequest, Vectors
 from components.wire.tokens import unpack_tokens
+from services.frontend.decode_choice import Waits
 from services.frontend.embed_calls import MAX_CALL_TOKENS
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Texts
@@ -141,7 +142,7 @@ async def test_an_invalid_text_is_refused_at_once(mesh: Mesh) -> None:
     with pytest.raises(MalformedMessage):
         await mesh.embed(1, 2)
     mesh.book.remove("a")
-    mesh.client.choice._no_worker_wait_s = 0.1
+    mesh.client.choice._waits = Waits(0.1, 1000.0)
     with pytest.raises(NoDecodeInstance):
         await mesh.embed(1)
 

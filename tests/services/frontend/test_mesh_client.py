@@ -41,7 +41,7 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.step_stats import DraftCounts
 from components.wire.tokens import unpack_tokens
-from services.frontend.decode_choice import MAX_MOVES
+from services.frontend.decode_choice import MAX_MOVES, Waits
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
 from services.frontend.request_lines import RequestLines
@@ -133,10 +133,9 @@ class Mesh:
 @pytest.fixture
 async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     """Its client's own limits lie beyond a test's: what it fails to notice is not ended by one of them."""
-    monkeypatch.setattr("services.frontend.decode_choice.WAIT_FOR_DECODE_S", 1000.0)
     monkeypatch.setattr("services.frontend.mesh_client.DISPATCH_TIMEOUT_S", 1000.0)
     made = Mesh()
-    made.client.choice._no_worker_wait_s = 1000.0
+    made.client.choice._waits = Waits(1000.0, 1000.0)
     yield made
     await asyncio.sleep(0)
     await asyncio.gather(*made.tasks)
@@ -424,6 +423,13 @@ async def test_what_its_only_instance_has_lost_waits_for_one_to_come(mesh: Mesh,
     assert tokens(await mesh.ask()) == WHOLE
 
 
+async def test_a_stream_waits_no_longer_for_another_instance_than_the_setting_says(mesh: Mesh) -> None:
+    mesh.client.choice._waits = Waits(1000.0, 0.2)
+    Decode(mesh, "a", dies_after(2))
+    with pytest.raises(NoDecodeInstance):
+        await mesh.ask()
+
+
 async def test_a_stream_that_waits_gives_up_at_its_deadline(mesh: Mesh) -> None:
     Decode(mesh, "a", dies_after(2))
     with pytest.raises((NoDecodeInstance, DeadlineExceeded)):
@@ -482,7 +488,7 @@ async def test_the_model_is_listed_while_it_is_served_and_for_a_while_after_with
 
 
 async def test_without_a_wait_for_lost_instances_models_are_served_while_one_is_there(mesh: Mesh) -> None:
-    mesh.client.choice._no_worker_wait_s = 0.0
+    mesh.client.choice._waits = Waits(0.0, 1000.0)
     one = with_adapters(mesh, "a", {"legal": "w1"})
     assert [model.name for model in mesh.client.models()] == ["m", "legal"]
     assert tokens(await mesh.ask()) == WHOLE
@@ -529,7 +535,7 @@ async def test_other_requests_do_not_prolong_the_wait_for_an_adapter(mesh: Mesh)
     one = with_adapters(mesh, "b", {"legal": "w1"})
     mesh.client.models()
     one.lose()
-    mesh.client.choice._no_worker_wait_s = 0.3
+    mesh.client.choice._waits = Waits(0.3, 1000.0)
     asking = asyncio.create_task(mesh.ask(model="legal"))
     async with asyncio.timeout(PATIENCE_S):
         while not asking.done():
@@ -554,7 +560,7 @@ async def test_a_stream_moves_only_to_an_instance_that_holds_the_rest_of_it(mesh
 async def test_a_request_that_fits_no_instance_is_refused_after_a_while_and_not_sent(mesh: Mesh) -> None:
     small = Decode(mesh, "a", answers)
     mesh.book.put("a", record("a", "1", model="m", max_context=8))
-    mesh.client.choice._no_worker_wait_s = 0.2
+    mesh.client.choice._waits = Waits(0.2, 1000.0)
     with pytest.raises(NoDecodeInstance, match="with 9 tokens of context"):
         await mesh.ask()
     assert not small.requests
@@ -614,7 +620,7 @@ async def test_a_request_outlives_instances_that_have_just_died(mesh: Mesh, monk
 
 async def test_a_request_is_refused_when_no_decode_instance_came_back_in_time(mesh: Mesh) -> None:
     Decode(mesh, "a", answers).lose()
-    mesh.client.choice._no_worker_wait_s = 0.15
+    mesh.client.choice._waits = Waits(0.15, 1000.0)
     began = time.monotonic()
     with pytest.raises(NoDecodeInstance):
         await mesh.ask()
