@@ -141,7 +141,7 @@ def test_rows_without_a_request_write_nothing_and_come_out_as_zeros() -> None:
     """A graph for 8 decodes runs 3: the other rows hold data of earlier steps."""
     limits = StepLimits(8, 8, 200)
     make = partial(TritonAttention, span=32)
-    outcome = Outcome(DECODES, lambda pool, layout, group, _limits: make(pool, layout, group, limits))
+    outcome = Outcome(DECODES, lambda pool, layout, group, _limits, **more: make(pool, layout, group, limits, **more))
     backend, pool = outcome.backend, outcome.pool
     backend.plan(StepShape([1] * 8, [1] * 8, [[page] for page in range(8)]))
     backend.plan(StepShape(DECODES.query_lens, DECODES.context_lens, outcome.tables))
