@@ -12,6 +12,7 @@ from engine.compilation import packages
 from engine.core.engine_core import EngineCore
 from engine.kernels.native_library import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
+from tests.engine.interpreted import without_waste
 from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
@@ -28,6 +29,12 @@ def kernel() -> str | None:
     except KernelsUnavailable as exc:
         return str(exc)
     return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kernels_waste_no_time() -> Iterator[None]:
+    with without_waste():
+        yield
 
 
 @pytest.fixture(scope="session")

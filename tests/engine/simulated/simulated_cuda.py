@@ -18,6 +18,7 @@ import torch.distributed as dist
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.attention.triton_kernels import OPERANDS
+from tests.engine.interpreted import without_waste
 from tests.engine.simulated.recorded_graph import RecordedGraph
 from tests.engine.simulated.simulated_device import RUNNING, DeviceTensor, SimulatedDevice
 
@@ -178,6 +179,7 @@ def simulated_cuda(index: int = 0) -> Iterator[SimulatedDevice]:
         stack.enter_context(mock.patch.object(torch, "as_tensor", _as_tensor))
         stack.enter_context(mock.patch.object(dist, "init_process_group", _init_process_group))
         stack.enter_context(mock.patch.object(InterpretedFunction, "run", _launch))
+        stack.enter_context(without_waste())  # also in processes without the fixture of tests/engine
         # the interpreter's numpy has no bfloat16
         stack.enter_context(mock.patch.dict(OPERANDS, {torch.bfloat16: OPERANDS[torch.float32]}))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_there))
