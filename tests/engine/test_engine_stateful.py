@@ -27,6 +27,7 @@ from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
     GENERATING,
     Seen,
+    alone,
     check_pages,
     make_engine,
     page_bytes,
@@ -63,10 +64,11 @@ ROOMY = {"num_pages": 40, "max_context": MAX_CONTEXT}  # for the same request al
 GARBAGE = b"\x3f"
 
 
-def make_machine(
-    make: Callable[..., EngineCore], alone: Callable[..., EngineCore], sizes: Sequence[int]
-) -> type[RuleBasedStateMachine]:
-    """Make a state machine with an engine from `make(page_size=..., ...)`; engines from `alone` give the right tokens."""
+Right = Callable[[Sequence[int], SamplingParams], list[int]]  # the right tokens of a request
+
+
+def make_machine(make: Callable[..., EngineCore], right: Right, sizes: Sequence[int]) -> type[RuleBasedStateMachine]:
+    """Make a state machine with an engine from `make(page_size=..., ...)`."""
 
     @cache
     def pages_of(which: int, page_size: int) -> list[bytes]:
@@ -77,8 +79,7 @@ def make_machine(
     @cache
     def expected(which: int, how: int, branch: int = 0) -> list[int]:
         one = structs.replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
-        seen = run(alone(page_size=16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
-        return seen.tokens["alone"]
+        return right(PROMPTS[which], one)
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -335,24 +336,37 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(request: pytest.Fixt
         sized = replace(loaded, layout=structs.replace(loaded.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
 
-    run_machine(make, 12)
+    run_machine(make, 12, alone_on(loaded))
 
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
     tmp_path: Path, window: int | None
 ) -> None:
-    run_machine(partial(make_mock, tmp_path, {"window": window}), 60)
+    make = partial(make_mock, tmp_path, {"window": window})
+    run_machine(make, 60, alone_of(make))
+
+
+def alone_on(loaded: LoadedModel) -> Right:
+    """Compute each request once for all tests of a process, without a pipeline, drafts or pages beside the pool."""
+    return partial(alone, loaded, **ROOMY, pipeline="off")
+
+
+def alone_of(make: Callable[..., EngineCore]) -> Right:
+    def right(token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
+        return run(make(page_size=16, **ROOMY), [EngineRequest("alone", token_ids, sampling)]).tokens["alone"]
+
+    return right
 
 
 def run_machine(
     make: Callable[..., EngineCore],
     max_examples: int,
-    alone: Callable[..., EngineCore] | None = None,
+    right: Right,
     sizes: Sequence[int] = tuple(sorted(PAGES_OF)),
 ) -> None:
     run_state_machine_as_test(
-        make_machine(make, alone or make, sizes),
+        make_machine(make, right, sizes),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=40,

@@ -19,7 +19,7 @@ from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.mock_engine import make_mock
-from tests.engine.test_engine_stateful import PAGES_OF, run_machine
+from tests.engine.test_engine_stateful import PAGES_OF, alone_of, alone_on, run_machine
 from tests.engine.tiny_engine import (
     Seen,
     check_pages,
@@ -177,12 +177,12 @@ def test_windowed_requests_get_back_the_last_window(windowed: LoadedModel) -> No
 
 @pytest.mark.timeout(300)
 def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -> None:
-    run_machine(partial(sized, tiny), 12)
+    run_machine(partial(sized, tiny), 12, alone_on(tiny))
 
 
 @pytest.mark.timeout(300)
 def test_pages_add_up_and_tokens_are_right_with_windows(windowed: LoadedModel) -> None:
-    run_machine(partial(sized, windowed), 8)
+    run_machine(partial(sized, windowed), 8, alone_on(windowed))
 
 
 def sized(loaded: LoadedModel, page_size: int, num_pages: int, **changes: object) -> EngineCore:
@@ -206,7 +206,7 @@ def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
             tmp_path, {"window": window}, page_size=page_size, num_pages=num_pages, kv_offload_gb=gb, **changes
         )
 
-    run_machine(make, 40)
+    run_machine(make, 40, alone_of(make))
 
 
 def test_a_prompt_with_log_probabilities_leaves_its_pages_in_the_pool(make: Make) -> None:

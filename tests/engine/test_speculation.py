@@ -17,7 +17,7 @@ from engine.scheduler.request import Chunk
 from engine.scheduler.step_cost import WORK_EXPONENT
 from tests.engine.oracle import Oracle, at_no_cost, guided, texts_of
 from tests.engine.sampling.test_in_engine import VARIED, Cycle
-from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, run_machine
+from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, alone_on, run_machine
 from tests.engine.tiny_engine import (
     VOCAB,
     Seen,
@@ -410,4 +410,4 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens_while_drafts_are_che
         settings = {**changes, "page_size": page_size, "reserve_tokens": reserve_tokens}
         return guided(make_engine(sized, **settings), texts, lies)
 
-    run_machine(make, 12)
+    run_machine(make, 12, alone_on(tiny))

@@ -24,7 +24,7 @@ from engine.ports import EngineRequest, Phase
 from engine.scheduler import scheduler
 from tests.engine.mock_engine import make_mock
 from tests.engine.oracle import at_no_cost, guided, texts_of
-from tests.engine.test_engine_stateful import PAGES_OF, run_machine
+from tests.engine.test_engine_stateful import PAGES_OF, alone_of, alone_on, run_machine
 from tests.engine.tiny_engine import (
     Seen,
     greedy,
@@ -337,7 +337,7 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Background, "run", run_now)
-    run_machine(partial(stored, tiny, tmp_path, count()), 8)
+    run_machine(partial(stored, tiny, tmp_path, count()), 8, alone_on(tiny))
 
 
 def run_now(_thread: Background, call: Callable[[], object]) -> None:
@@ -365,7 +365,7 @@ def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
         directory = tmp_path / str(next(runs)) if num_pages == PAGES_OF[page_size] else None
         return make_mock(tmp_path, page_size=page_size, num_pages=num_pages, kv_store_dir=directory, **changes)
 
-    run_machine(make, 20)
+    run_machine(make, 20, alone_of(make))
 
 
 @pytest.mark.parametrize(

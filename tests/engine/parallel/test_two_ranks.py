@@ -1,21 +1,19 @@
 """An instance of two ranks gives the ids of one, whatever a request asks for and whatever else is in the batch (fp32)."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from components.wire.sampling import SamplingParams
-from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.lora.lora_files import save_adapter
 from tests.engine.oracle import guided, texts_of
 from tests.engine.parallel.led import Led, led
 from tests.engine.sampling.test_in_engine import Cycle
-from tests.engine.test_engine_stateful import run_machine
+from tests.engine.test_engine_stateful import alone_on, run_machine
 from tests.engine.tiny_engine import (
     PIPELINE,
     Seen,
@@ -162,9 +160,4 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(
 ) -> None:
     """The lives of tests/engine/test_engine_stateful.py."""
     monkeypatch.setitem(PIPELINE, "pipeline", pipeline)
-
-    def alone(page_size: int, **changes: object) -> EngineCore:
-        sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
-        return make_engine(sized, page_size=page_size, **changes)
-
-    run_machine(two.make, 6, alone, sizes=(16,))
+    run_machine(two.make, 6, alone_on(tiny), sizes=(16,))
