@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,15 @@ from bench.gpu.report import Report, Target, engine_lines
 from bench.gpu.scale import CARD, ON_CPU
 from bench.gpu.steps import idle_share
 from bench.gpu.transfer import transports
+from tests.engine.interpreted import without_waste
 
 MACHINE = Machine(copy_bytes_s=1e10, matmul_flop_s=1e11)  # measuring it takes a second
+
+
+@pytest.fixture(autouse=True)
+def _kernels_waste_no_time() -> Iterator[None]:
+    with without_waste():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.tiny_engine import save_tiny
 
 
-def test_each_figure_has_both_dtypes(tmp_path: Path) -> None:
+def test_each_figure_has_both_dtypes(tmp_path: Path, state_home: Path) -> None:
     directory = save_tiny(tmp_path / "model", vocab_size=512)
     tiny_tokenizer().save(str(directory / "tokenizer.json"))
-    options = ["--model", str(directory), "--state-dir", str(tmp_path), "--compile", "off", "--rounds", "1"]
+    options = ["--model", str(directory), "--state-dir", str(state_home), "--compile", "off", "--rounds", "1"]
     few = ["--batch", "2", "--context", "64", "--prompt", "32", "--steps", "2", "--window", "64", "--texts", "3"]
     step, prompt, quality = figures_of("bench.page_dtypes", *options, *few)
     assert (step["figure"], step["batch"], step["context"]) == ("decode step", 2, 64)
