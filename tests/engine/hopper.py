@@ -3,19 +3,17 @@
 For scripts: Triton interprets or compiles for the life of a process.
 """
 
+import io
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -25,18 +23,13 @@ class Compiled:
     name: str
     shared_bytes: int
     ptx: str
-    options: tuple[str, ...]  # for ptxas
+    log: str  # of ptxas
 
     def assembled(self) -> tuple[int, int]:
         """The registers of a thread, and spilled bytes."""
-        with tempfile.TemporaryDirectory() as directory:
-            source = Path(directory) / "kernel.ptx"
-            source.write_text(self.ptx)
-            command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", *self.options, str(source), "-o", "/dev/null"]
-            told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-        (registers,) = re.findall(r"Used (\d+) registers", told)
-        (stored,) = re.findall(r"(\d+) bytes spill stores", told)
-        (loaded,) = re.findall(r"(\d+) bytes spill loads", told)
+        (registers,) = re.findall(r"Used (\d+) registers", self.log)
+        (stored,) = re.findall(r"(\d+) bytes spill stores", self.log)
+        (loaded,) = re.findall(r"(\d+) bytes spill loads", self.log)
         return int(registers), int(stored) + int(loaded)
 
 
@@ -63,16 +56,22 @@ def compiled_launches() -> Iterator[list[Compiled]]:
 
     def launch(kernel: JITFunction[Any], grid: Any) -> Callable[..., None]:
         def bind(*args: Any, **kwargs: Any) -> None:
-            made = kernel.run(*args, grid=grid, warmup=True, **kwargs)
-            options = () if kwargs.get("enable_fp_fusion", True) else ("--fmad=false",)
+            with redirect_stdout(io.StringIO()) as log:
+                made = kernel.run(*args, grid=grid, warmup=True, **kwargs)
             found.setdefault(
-                id(made), Compiled(kernel.__name__, int(made.metadata.shared), str(made.asm["ptx"]), options)
+                id(made), Compiled(kernel.__name__, int(made.metadata.shared), str(made.asm["ptx"]), log.getvalue())
             )
 
         return bind
 
     kernels: list[Compiled] = []
     driver.set_active(_NoGpu())
-    with mock.patch.object(JITFunction, "__getitem__", launch):
+    with (
+        knobs.nvidia.scope(),
+        knobs.compilation.scope(),
+        mock.patch.object(JITFunction, "__getitem__", launch),
+    ):
+        knobs.nvidia.dump_ptxas_log = True  # printed when a kernel is compiled, and not when one is read from a cache
+        knobs.compilation.always_compile = True
         yield kernels
     kernels.extend(found.values())
