@@ -12,8 +12,10 @@ import numpy as np
 from triton.language import core
 from triton.runtime import interpreter
 
-PREPARE: Final = interpreter._patch_lang
-DTYPE_OF: Final = interpreter._get_np_dtype
+# None in a release of Triton that does not have it; then `without_waste` does nothing
+PREPARE: Final[Any] = getattr(interpreter, "_patch_lang", None)
+DTYPE_OF: Final[Any] = getattr(interpreter, "_get_np_dtype", None)
+NOTHING_PREPARED: Final[Any] = getattr(interpreter, "_LangPatchScope", None)
 OPTIONS: Final = interpreter.interpreter_builder.options
 
 
@@ -25,6 +27,9 @@ def without_waste() -> Iterator[None]:
     - Sums of integers are not computed again in 64 bits: without `debug` the interpreter discards whether they overflow.
     - The table of numpy's types is not made again for each value.
     """
+    if None in (PREPARE, DTYPE_OF, NOTHING_PREPARED) or not hasattr(OPTIONS, "sanitize_overflow"):
+        yield
+        return
     assert not OPTIONS.debug
     with (
         mock.patch.object(interpreter, "_patch_lang", _prepare),
@@ -37,7 +42,7 @@ def without_waste() -> Iterator[None]:
 def _prepare(function: FunctionType) -> Any:
     if any(core.is_builtin(module.load) for module in _language(function)):
         return PREPARE(function)
-    return interpreter._LangPatchScope()
+    return NOTHING_PREPARED()
 
 
 @cache
