@@ -120,7 +120,9 @@ class EngineConfig:
             "it. The shares of all workers on a GPU must add up to less than 1"
         ),
     ] = 0.9
-    dtype: Annotated[Literal["auto"] | ModelDtype, Field(description="of weights and results; auto: bfloat16")] = "auto"
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and results; auto: bfloat16")
+    ] = "auto"
     kv_dtype: Annotated[
         Literal["auto", "fp8_e4m3"],
         Field(

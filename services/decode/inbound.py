@@ -80,6 +80,11 @@ class InboundTransfer:
         return exception_of(call) if call is not None and call.done() else None
 
     @property
+    def is_accepted(self) -> bool:
+        """True if prefill has accepted the prompt."""
+        return self.prefill_call is not None and self.prefill_call.done() and self.refusal is None
+
+    @property
     def has_pages(self) -> bool:
         return self.reserved.done()
 

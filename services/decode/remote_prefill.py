@@ -7,7 +7,15 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 from components.aio import BackgroundTasks
-from components.errors import Cancelled, MeshError, PeerBroken, PrefillLost, PromptTooLong, TransferFailed
+from components.errors import (
+    Cancelled,
+    MeshError,
+    NobodyListens,
+    PeerBroken,
+    PrefillLost,
+    PromptTooLong,
+    TransferFailed,
+)
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.router import Route, RouteChoice
@@ -127,7 +135,8 @@ class RemotePrefill:
             in_time = now_ms() < active.request.deadline_unix_ms  # else the instance is not at fault
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
-            if isinstance(exc, PrefillLost):
+            # an instance may die between the prompt and the offer of pages, which then finds no listener
+            if isinstance(exc, PrefillLost) or (isinstance(exc, NobodyListens) and transfer.is_accepted):
                 record_lost("prefill.request", active.span, transfer.prefill.instance_id, exc.message)
             return exc
         active.prefill_hit = record.num_cached_tokens

@@ -767,6 +767,23 @@ async def test_no_cancel_is_sent_before_prefill_has_answered(decode: Decode) -> 
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize(("error", "lost"), [("NobodyListens", True), ("PrefillLost", True), ("TransferFailed", False)])
+async def test_the_span_of_a_prefill_that_dies_before_the_offer_reaches_it_is_recorded_here(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, error: str, lost: bool
+) -> None:
+    """In one of 15 traces the spans that it had exported had no parent."""
+    recorded: list[str] = []
+    monkeypatch.setattr("services.decode.remote_prefill.record_lost", lambda name, *_: recorded.append(name))
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error=error, cause="no listener"))
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    assert recorded == ["prefill.request"] * lost
+    await decode.until_nothing_runs()
+    await decode.finish()
+
+
 @pytest.mark.parametrize("stamp", [STAMP, STAMP + 1, 0])
 async def test_prefill_proves_by_the_stamp_of_a_request_that_it_writes_no_more(decode: Decode, stamp: int) -> None:
     """Without it decode asks. A prefill whose engine had failed was gone by then, and the pages were pinned for a minute."""
