@@ -53,7 +53,7 @@ class NatsAccess:
 
     @property
     def may_change(self) -> bool:
-        """Whether a refused connection may later be accepted, with other content of the files."""
+        """Return whether a refused connection may later be accepted, with other content of the files."""
         return any((self.login, self.key, self.credentials, self.certificates.files.given))
 
     def check(self) -> None:

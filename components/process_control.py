@@ -24,7 +24,7 @@ class DrainFlag(Protocol):
 
 
 class Limit(NamedTuple):
-    """What happens to requests that outlast a drain."""
+    """The time limit of a drain, and the call that stops the requests which exceed it."""
 
     after_s: float
     stop_all: Callable[[str], None]

@@ -17,7 +17,7 @@ class Login(NamedTuple):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
+    """Return whether only this machine reaches a server that listens on `host`."""
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
@@ -63,7 +63,7 @@ def _login_hint(url: str) -> str:
 
 
 def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
-    """Whether the addresses, comma-separated, have the scheme `secure`; without one, `plain` counts.
+    """Return whether the addresses, comma-separated, have the scheme `secure`; without one, `plain` counts.
 
     Raises: ValueError, for another scheme, or for both: a process would use the unprotected one after a failure.
     """

@@ -236,7 +236,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def computes(self) -> bool:
-        """Whether a step would use the device, wait for it, or copy pages."""
+        """Return whether a step would use the device, wait for it, or copy pages."""
 
     def wait_s(self) -> float:
         """Return the seconds until the next attempt to get CPU cores for a step; 0 if the engine has them."""

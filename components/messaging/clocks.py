@@ -62,7 +62,7 @@ class _Peer:
 
     @property
     def is_known(self) -> bool:
-        """Whether a freeze cannot have delayed all its messages."""
+        """Return whether a freeze cannot have delayed all its messages."""
         return self.count >= MIN_MESSAGES and self.received_s - self.first_s >= MIN_KNOWN_S
 
 

@@ -51,7 +51,7 @@ class Loss(StrEnum):
 
 
 class InstanceState(StrEnum):
-    """What this process may do with an instance."""
+    """An instance as this process sees it: it sends requests to usable ones."""
 
     USABLE = auto()
     STALLED = auto()  # used only if all instances are stalled

@@ -1,7 +1,7 @@
 """Calls over NATS, with our own reply subjects and one subscription for all answers.
 
-nats-py's `request` reads random bytes from the kernel at each call, which releases Python's lock to the engine's thread for up
-to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer (Python 3.11).
+nats-py's `request` reads random bytes from the kernel at each call. Meanwhile the engine's thread may take Python's lock for
+half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer (Python 3.11).
 """
 
 import asyncio

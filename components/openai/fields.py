@@ -219,12 +219,12 @@ class GenerationFields(Strict):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether each chunk of a stream has the usage so far."""
+        """Return whether each chunk of a stream has the usage so far."""
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
     def announces_usage(self) -> bool:
-        """Whether chunks have a null usage because the last one has the numbers."""
+        """Return whether chunks have a null usage because the last one has the numbers."""
         return self.include_usage and not self.continuous_usage
 
     @property

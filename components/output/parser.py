@@ -15,7 +15,7 @@ class OutputParser:
 
     @property
     def done(self) -> bool:
-        """Whether no more text is needed, because only one call was requested and is complete."""
+        """Return whether no more text is needed, because only one call was requested and is complete."""
         return self._calls is not None and self._calls.done
 
     @property
@@ -30,7 +30,7 @@ class OutputParser:
 
     @property
     def answers(self) -> bool:
-        """Whether reasoning is over, if the model's format has it before the answer."""
+        """Return whether reasoning is over, if the model's format has it before the answer."""
         return self._reasoning is not None and self._reasoning.over
 
     @property
@@ -43,7 +43,7 @@ class OutputParser:
 
     @property
     def undecided(self) -> bool:
-        """Whether the text ends within a call, or within a possible call or marker."""
+        """Return whether the text ends within a call, or within a possible call or marker."""
         return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
 
     def begin(self) -> Parsed:

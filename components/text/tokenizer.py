@@ -178,7 +178,7 @@ class TextModel:
 
     @cached_property
     def _calls_as_text(self) -> bool:
-        """Whether the template needs arguments as JSON text, as DeepSeek's does."""
+        """Return whether the template needs arguments as JSON text, as DeepSeek's does."""
         return self._accepts_text_arguments and not self._accepts(A_CALL)
 
     @cached_property

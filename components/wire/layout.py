@@ -88,7 +88,7 @@ def of_whole(layout: KvLayout) -> KvLayout:
 
 
 def can_shard(kv_heads: int, shards: int) -> bool:
-    """Whether each shard has whole heads, and each head equally many shards."""
+    """Return whether each shard has whole heads, and each head equally many shards."""
     return shards <= kv_heads or (kv_heads > 0 and shards % kv_heads == 0)
 
 

@@ -1,4 +1,4 @@
-"""What the engine measures of a step."""
+"""The engine's measurements of a step."""
 
 from typing import Final, NamedTuple
 
@@ -45,5 +45,5 @@ class StepStats(msgspec.Struct, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Whether work waits for something that wakes no engine: pages, or a disk."""
+        """Return whether work waits for something that wakes no engine: pages, or a disk."""
         return bool(self.num_waiting or self.unsaved_pages)

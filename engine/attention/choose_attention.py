@@ -68,7 +68,6 @@ def make_attention(
     Raises: AttentionUnavailable.
     """
     chosen = _automatic(pool.device, layout) if kind == "auto" else kind
-    dtype = dtype or pool.dtype
     if chosen == "torch":
         return PlainAttention(pool, layout, query_group, dtype)
     if chosen == "cpu":

@@ -120,7 +120,7 @@ class PlainStep:
         self._layout = layout
         self._slots = slots
         self._groups = groups
-        self._dtype = pool.dtype
+        self._page_dtype = pool.dtype
         # torch cannot index 8-bit floats
         stored = pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
         self._by_token = stored.view(-1, layout.head_dim)
@@ -130,8 +130,8 @@ class PlainStep:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
     ) -> Tensor:
         new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
-        if self._dtype == torch.float8_e4m3fn:
-            new = new.clamp(-LARGEST, LARGEST).to(self._dtype).view(torch.uint8)
+        if self._page_dtype == torch.float8_e4m3fn:
+            new = new.clamp(-LARGEST, LARGEST).to(self._page_dtype).view(torch.uint8)
         self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
         outputs = [self._attend_group(group, layer, query, scoring, sinks) for group in self._groups]
         return torch.cat(outputs, dim=1)
@@ -143,7 +143,7 @@ class PlainStep:
         gathered = self._by_page.index_select(0, visible.rows + layer * 2)
         # Another request may have left NaN in slots that are not written yet, and 0 x NaN is NaN.
         gathered.view(-1, head_dim).index_fill_(0, visible.unseen, 0)
-        gathered = gathered.view(self._dtype).to(query.dtype)
+        gathered = gathered.view(self._page_dtype).to(query.dtype)
         keys, values = gathered.view(2, num, kv_heads, -1, head_dim)  # [N, kv_heads, S, head_dim] each
         mine = query[0, :, group.first_token : group.first_token + num * length]
         folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]

@@ -3,154 +3,18 @@
 Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`. A span's partial result, its sum
 of values over its sum of weights, goes to a slot, and `join_kernel` combines those of a row in order.
 Numbers that change between steps are not specialised on, so a model compiles each kernel once.
-Scores are in base 2. Zeros pad head dimensions to powers of two.
-OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the queries' type. The pool has the same type,
-or holds 8-bit floats, which saturate.
+OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the queries' type.
 
-Source: FlashAttention-2, Dao 2023, arXiv:2307.08691; split contexts, Dao et al. 2023, "Flash-Decoding for long-context
-inference"; pages, Kwon et al. 2023, arXiv:2309.06180.
+Source: split contexts, Dao et al. 2023, "Flash-Decoding for long-context inference".
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from engine.attention.triton_blocks import addresses, as_stored, score, store_result, take_block, take_sink
+
 OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-LOG2_E = tl.constexpr(1.4426950408889634)
-INTEGERS = tl.constexpr(1.5 * 2**23)  # a float32 of about this size is an integer
-
-
-@triton.jit
-def _addresses(
-    pool,
-    pages,
-    table,
-    positions,
-    inside,
-    head,
-    layer,
-    KV_HEADS: tl.constexpr,
-    LAYERS: tl.constexpr,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
-    """Addresses of keys; values follow PAGE * HEAD_DIM later."""
-    page = tl.load(pages + table + positions // PAGE, mask=inside, other=0).to(tl.int64)
-    piece = (page * KV_HEADS + head) * LAYERS + layer
-    return pool + piece * (2 * PAGE * HEAD_DIM) + (positions % PAGE) * HEAD_DIM
-
-
-@triton.jit
-def _stored(numbers, pool):
-    """Convert to the pool's type. 8-bit floats are rounded as on the CPU; Triton's interpreter truncates some."""
-    if pool.dtype.element_ty != tl.float8e4nv:
-        return numbers
-    else:  # noqa: RET505 - Triton compiles what follows a return
-        wide = numbers.to(tl.float32)
-        magnitude = tl.minimum(tl.abs(wide), 448.0)
-        bits = magnitude.to(tl.int32, bitcast=True)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)  # 120: difference of the exponents' biases
-        small = (magnitude * 512.0 + INTEGERS - INTEGERS).to(tl.int32)  # multiples of 2^-9
-        sign = (wide.to(tl.int32, bitcast=True) >> 24) & 0x80
-        finite = tl.where(magnitude < 0.015625, small, normal)
-        stored = (tl.where(wide == wide, finite, 0x7F) | sign).to(tl.uint8)  # noqa: PLR0124 - is it NaN
-        return stored.to(tl.float8e4nv, bitcast=True)
-
-
-@triton.jit
-def _score(products, scaling, softcap, CAPPED: tl.constexpr):
-    """Scale scores. Not every Triton has tanh."""
-    if CAPPED:
-        capped = products * (scaling / softcap)
-        small = tl.exp(-2 * tl.abs(capped))
-        tanh = (1 - small) / (1 + small)
-        scores = softcap * tl.where(capped < 0, -tanh, tanh)
-    else:
-        scores = products * scaling
-    return scores * LOG2_E
-
-
-@triton.jit
-def _take_block(
-    acc,
-    highest,
-    total,
-    query,
-    starts,
-    seen,
-    inside,
-    scaling,
-    softcap,
-    PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OPERANDS: tl.constexpr,
-):
-    """Add a block to the running softmax, masked by `seen` [rows, keys] if MASKED."""
-    dims = tl.arange(0, BLOCK_D)
-    wide = dims < HEAD_DIM
-    if MASKED:
-        of_keys, of_values = wide[:, None] & inside[None, :], inside[:, None] & wide[None, :]
-    else:
-        of_keys, of_values = wide[:, None], wide[None, :]
-    keys = tl.load(starts[None, :] + dims[:, None], mask=of_keys, other=0.0)
-    scores = _score(tl.dot(query, keys.to(OPERANDS), input_precision=PRECISION), scaling, softcap, CAPPED)
-    if MASKED:
-        scores = tl.where(seen, scores, -float("inf"))
-    above = tl.maximum(highest, tl.max(scores, 1))
-    # a row that has seen no key stays at -inf; -inf minus -inf is NaN
-    base = tl.where(above == -float("inf"), 0.0, above) if MASKED else above
-    weights = tl.exp2(scores - base[:, None])
-    shrink = tl.exp2(highest - base)
-    values = tl.load(starts[:, None] + (PAGE * HEAD_DIM) + dims[None, :], mask=of_values, other=0.0)
-    rounded = weights
-    if values.dtype != tl.float8e4nv:  # weights have the type of queries
-        rounded = weights.to(values.dtype)
-    weighed = tl.dot(rounded.to(OPERANDS), values.to(OPERANDS), input_precision=PRECISION)
-    return acc * shrink[:, None] + weighed, above, total * shrink + tl.sum(weights, 1)
-
-
-@triton.jit
-def _take_sink(acc, highest, total, sink):
-    """Add a key without a value to the running softmax."""
-    score = sink.to(tl.float32) * LOG2_E
-    above = tl.maximum(highest, score)
-    shrink = tl.exp2(highest - above)
-    return acc * shrink[:, None], above, total * shrink + tl.exp2(score - above)
-
-
-@triton.jit
-def _store(
-    out,
-    partial_out,
-    partial_log,
-    places,
-    parts,
-    mine,
-    alone,
-    acc,
-    highest,
-    total,
-    sink,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SINKS: tl.constexpr,
-):
-    """Store at rows `places` of `out` if the span is `alone`, else at rows `parts` of the partial results."""
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    mask = mine[:, None] & (dims < HEAD_DIM)
-    if alone:
-        if SINKS:
-            acc, highest, total = _take_sink(acc, highest, total, sink)
-        result = acc / tl.where(total > 0, total, 1.0)[:, None]
-        tl.store(out + places[:, None] * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=mask)
-    else:
-        filled = tl.where(total > 0, total, 1.0)
-        tl.store(partial_out + parts[:, None] * HEAD_DIM + dims, acc / filled[:, None], mask=mask)
-        tl.store(partial_log + parts, tl.where(total > 0, highest + tl.log2(filled), -float("inf")), mask=mine)
 
 
 @triton.jit(do_not_specialize=["layer", "window"])
@@ -236,15 +100,15 @@ def decode_kernel(
         for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
             positions = n + tl.arange(0, BLOCK_N)
             inside = positions < end
-            starts = _addresses(pool, pages, table, positions, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
-            acc, highest, total = _take_block(
+            starts = addresses(pool, pages, table, positions, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+            acc, highest, total = take_block(
                 acc, highest, total, operand, starts, inside[None, :], inside, scaling, softcap,
                 PAGE, HEAD_DIM, BLOCK_D, CAPPED, True, PRECISION, OPERANDS,
             )  # fmt: skip
         slot = tl.load(slots + row) + span
         parts = (slot.to(tl.int64) * KV_HEADS + head) * GROUP + members
         places = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
-        _store(
+        store_result(
             out, partial_out, partial_log, places, parts, mine, context <= SPAN,
             acc, highest, total, sink, HEAD_DIM, BLOCK_D, SINKS,
         )  # fmt: skip
@@ -282,12 +146,12 @@ def _take_new(
     wide = dims < HEAD_DIM
     new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=wide, other=0.0)
     new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=wide, other=0.0)
-    slot = _addresses(pool, pages, table, position, position >= 0, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
-    new_key, new_value = _stored(new_key, pool), _stored(new_value, pool)
+    slot = addresses(pool, pages, table, position, position >= 0, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+    new_key, new_value = as_stored(new_key, pool), as_stored(new_value, pool)
     tl.store(slot + dims, new_key, mask=wide)
     tl.store(slot + (PAGE * HEAD_DIM) + dims, new_value, mask=wide)
     products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
-    return acc + new_value.to(tl.float32)[None, :], _score(products, scaling, softcap, CAPPED), total + 1.0
+    return acc + new_value.to(tl.float32)[None, :], score(products, scaling, softcap, CAPPED), total + 1.0
 
 
 @triton.jit
@@ -350,7 +214,7 @@ def join_kernel(
             highest = above
         query_head = head * GROUP + member % GROUP
         if SINKS:
-            acc, highest, total = _take_sink(acc, highest, total, tl.load(sinks + query_head))
+            acc, highest, total = take_sink(acc, highest, total, tl.load(sinks + query_head))
         result = acc / tl.where(total > 0, total, 1.0)[:, None]
         place = (token.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
         tl.store(out + place + dims[None, :], result.to(out.dtype.element_ty), mask=wide[None, :])
@@ -391,16 +255,16 @@ def write_kernel(
     context = tl.load(context_lens + num_decodes + request)
     table = tl.load(table_starts + num_decodes + request)
     inside = (rows < length) & (offsets < TOKENS)
-    slots = _addresses(
+    slots = addresses(
         pool, pages, table, context - length + rows, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM
     )
     dims = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (first_token + rows).to(tl.int64)
     keys = tl.load(key + tokens[:, None] * key_token_stride + head * key_head_stride + dims[None, :], mask=mask)
-    tl.store(slots[:, None] + dims[None, :], _stored(keys, pool), mask=mask)
+    tl.store(slots[:, None] + dims[None, :], as_stored(keys, pool), mask=mask)
     values = tl.load(value + tokens[:, None] * value_token_stride + head * value_head_stride + dims[None, :], mask=mask)
-    tl.store(slots[:, None] + (PAGE * HEAD_DIM) + dims[None, :], _stored(values, pool), mask=mask)
+    tl.store(slots[:, None] + (PAGE * HEAD_DIM) + dims[None, :], as_stored(values, pool), mask=mask)
 
 
 @triton.jit(do_not_specialize=["layer", "num_decodes", "window"])
@@ -481,20 +345,20 @@ def prompt_kernel(
     for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         inside = keys >= 0
-        starts = _addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
-        acc, highest, total = _take_block(
+        starts = addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+        acc, highest, total = take_block(
             acc, highest, total, operand, starts, inside, inside, scaling, softcap,
             PAGE, HEAD_DIM, BLOCK_D, CAPPED, False, PRECISION, OPERANDS,
         )  # fmt: skip
     for n in tl.range(tl.maximum(begin, whole), end, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         inside = keys < end
-        starts = _addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+        starts = addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
         back = positions[:, None] - keys[None, :]
         seen = (back >= 0) & inside[None, :]
         if WINDOWED:
             seen = seen & (back < window)
-        acc, highest, total = _take_block(
+        acc, highest, total = take_block(
             acc, highest, total, operand, starts, seen, inside, scaling, softcap,
             PAGE, HEAD_DIM, BLOCK_D, CAPPED, True, PRECISION, OPERANDS,
         )  # fmt: skip
@@ -502,7 +366,7 @@ def prompt_kernel(
     if SINKS:
         sink = tl.load(sinks + heads).to(tl.float32)
     parts = ((tl.load(slots + block) + span).to(tl.int64) * KV_HEADS + head) * BLOCK_M + members
-    _store(
+    store_result(
         out, partial_out, partial_log, tokens * (KV_HEADS * GROUP) + heads, parts, mine,
         tl.load(counts + block) == 1, acc, highest, total, sink, HEAD_DIM, BLOCK_D, SINKS,
     )  # fmt: skip

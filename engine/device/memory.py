@@ -88,7 +88,7 @@ class MemoryUse:
         return min(self.share_left(utilization), self.free_left)
 
     def by_others(self, utilization: float, needed: int = 0) -> bool:
-        """Whether this process's share has `needed` bytes, but other processes hold a part of it."""
+        """Return whether this process's share has `needed` bytes, but other processes hold a part of it."""
         return self.free_left < self.share_left(utilization) >= needed
 
     def shortage(self, needed: int, utilization: float) -> str:

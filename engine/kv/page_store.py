@@ -176,7 +176,7 @@ class PageStore:
         self._writer.close(until)
 
     def _may_load(self) -> bool:
-        """Whether this step has time left, and the files of an earlier one have arrived."""
+        """Return whether this step has time left, and the files of an earlier one have arrived."""
         return self._waited_s < LOAD_S and (self._load is None or self._load.done.is_set())
 
     def _write(self, slot: int, block: bytes, used_at: float, depth: int) -> None:

@@ -100,7 +100,7 @@ def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConf
 
 
 def _heads(file: Path, described: dict[str, Any], heads: int) -> tuple[int, int]:
-    """Return the number and the size of a model's KV heads. With MLA it is one head of latents."""
+    """Return the number and the size of a model's KV heads. A model with MLA has one, of latents."""
     if described.get("kv_lora_rank"):
         return 1, read_size(file, described, "kv_lora_rank") + read_size(file, described, "qk_rope_head_dim")
     head_dim = described.get("head_dim") or read_size(file, described, "hidden_size") // heads

@@ -35,7 +35,7 @@ class Pooling:
 
     @property
     def reads_all(self) -> bool:
-        """Whether a vector needs the hidden states of all tokens, which the prefix cache does not keep."""
+        """Return whether a vector needs the hidden states of all tokens, which the prefix cache does not keep."""
         return self.mode != "last"
 
 

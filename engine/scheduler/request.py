@@ -121,12 +121,12 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether the logits or hidden states of all prompt tokens are needed, so none may come from a cache."""
+        """Return whether the logits or hidden states of all prompt tokens are needed, so none may come from a cache."""
         return self.pools_all or self.reads_logits
 
     @property
     def reads_logits(self) -> bool:
-        """Whether log-probabilities of prompt tokens are missing."""
+        """Return whether log-probabilities of prompt tokens are missing."""
         logprobs = self.row.prompt_logprobs
         return logprobs is not None and len(logprobs) < self.prompt_len - 1
 
@@ -166,7 +166,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it computes more than a decode and its drafts."""
+        """Return whether it computes more than a decode and its drafts."""
         return self.length > 1 + len(self.drafts)
 
     @property

@@ -110,7 +110,7 @@ class PrefillClient:
         return sum(self._num_exposed(each.reserved.result()) for each in exposed)
 
     def is_under_way(self, engine_id: str) -> bool:
-        """Whether KV may still arrive for this request."""
+        """Return whether KV may still arrive for this request."""
         transfer = self._transfers.get(engine_id)
         return transfer is not None and transfer.lifecycle.state not in (S.PINNED, S.CLOSED)
 
@@ -180,7 +180,7 @@ class PrefillClient:
     def room_failed(self, failed: RoomFailed) -> None:
         transfer = self._transfers.get(failed.request_id)
         if transfer is not None and transfer.room == failed.room:
-            transfer.is_quiet |= failed.stamp == transfer.stamp  # nobody else knows it
+            transfer.is_quiet |= failed.stamp == transfer.stamp  # only prefill knows it
             kind = reported(failed.error, PrefillLost)
             transfer.failure.report(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
 

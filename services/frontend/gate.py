@@ -224,7 +224,7 @@ class Gate:
 
 
 def _asks_for_work(scope: Scope) -> bool:
-    """Whether this is a new request, not a call of the page at /ui or the cancellation of a response."""
+    """Return whether this is a new request, not a call of the page at /ui or the cancellation of a response."""
     path: str = scope["path"]
     return scope["method"] == "POST" and not path.startswith(f"{ROOT}/") and not path.endswith("/cancel")
 

@@ -24,7 +24,7 @@ class Seen(Protocol):
         pass
 
     def is_lost(self, instance_id: str) -> bool:
-        """Whether an instance is silent or hung."""
+        """Return whether an instance is silent or hung."""
 
 
 async def _no_workers() -> WorkerList:
